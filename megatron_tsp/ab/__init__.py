@@ -1,0 +1,145 @@
+"""``megatron-tsp ab``: the same training as TP+SP and as TSP, side by side."""
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+from megatron_tsp.errors import TSPError
+
+
+def main(config_path: str, names: list[str] | None = None, out: str | None = None) -> int:
+    """Run the arms and write the report; return the exit code (1: an arm failed).
+
+    Args:
+        config_path: YAML, see `config`.
+        names: arms to run, in this order; default tp_sp, tsp.
+        out: folder of the report; default ``ab-out/<name of the config's folder and file>``.
+
+    Raises:
+        TSPError: the configuration is wrong; nothing was run.
+    """
+    from megatron_tsp.ab import arms as arm_module
+    from megatron_tsp.ab import config as config_module
+    from megatron_tsp.ab.runner import ArmFailed
+
+    config = config_module.read(config_path)
+    names = list(dict.fromkeys(names or arm_module.DEFAULT))
+    arms = [arm_module.make(name, config) for name in names]
+    folder = Path(out) if out else Path("ab-out", f"{config.path.parent.name}-{config.path.stem}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TSPError(f"cannot make the folder {folder}: {error.strerror}") from error
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt  # so that a plain kill ends the children too
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        report = _run(config, arms, folder)
+    except ArmFailed as error:
+        print(f"megatron-tsp ab: {error}", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    _print(report, folder)
+    return 0
+
+
+def _run(config, arms, folder: Path) -> dict:
+    """Check everything, run every arm, write the report and the plots."""
+    from megatron_tsp.ab import initial, plots, report, runner
+    from megatron_tsp.ab.arms import check_data, check_flags
+
+    _quiet_imports()
+    if config.data:
+        _add_data(config, arms)
+    parsed = [check_flags(arm) for arm in arms]
+    for arm in arms:
+        check_data(arm)
+    how, words = initial.choose(config, arms)
+    if how == "checkpoint":
+        checkpoint = initial.save(arms[0], folder / "initial")
+        for arm in arms:
+            initial.load(arm, checkpoint)
+    results = {}
+    for arm, args in zip(arms, parsed, strict=True):
+        record = runner.run(arm, folder / arm.name, _iterations(args))
+        results[arm.name] = {**report.read_arm(record, arm.ranks), "command": arm.shown()}
+    built = report.build(results, _about(config, words))
+    report.write(built, folder, plots.draw(built, folder))
+    return built
+
+
+def _add_data(config, arms) -> None:
+    """Make the data set if it is not there, and give every arm its flags."""
+    from megatron_tsp import data
+
+    out = config.data["OUT"]
+    prefix = Path(out, data.NAME)
+    if not data.exists(out):
+        data.build(out, config.data.get("INPUT"), config.data.get("JSON_KEY", "text"))
+    for arm in arms:
+        arm.flags |= {
+            flag: str(value)
+            for flag, value in data.flags(prefix).items()
+            if flag not in config.model_args
+        }
+
+
+def _iterations(args) -> int | None:
+    if args.train_iters is not None:
+        return args.train_iters
+    if args.train_samples is not None and args.global_batch_size:
+        return args.train_samples // args.global_batch_size
+    return None
+
+
+def _about(config, initial_weights: str) -> dict:
+    """What was run, where, and how to read it."""
+    import megatron.core
+    import torch
+
+    gpu = torch.cuda.is_available()
+    notes = [
+        "all arms: the same attention core and norm, data order and seed",
+        "step time: wall time of a training step, the slowest rank's, median without warm-up",
+        "bytes: counted at each collective, as what a rank sends under the bandwidth-optimal "
+        "algorithm",
+    ]
+    if not gpu:
+        notes += [
+            "memory: live tensor bytes, measured in steps 3 and 4, which are not timed",
+            "time: these ranks share one machine's cores and talk through its memory; it says "
+            "nothing about GPUs",
+        ]
+    dropped = [flag for flag in ("--save",) if flag in config.model_args]
+    if dropped:
+        notes.append(f"left out of MODEL_ARGS: {', '.join(dropped)}")
+    return {
+        "config": str(config.path),
+        "initial_weights": initial_weights,
+        "device": torch.cuda.get_device_name() if gpu else f"CPU, {os.cpu_count()} cores",
+        "versions": f"torch {torch.__version__}, megatron-core {megatron.core.__version__}",
+        "notes": notes,
+    }
+
+
+def _print(report: dict, folder: Path) -> None:
+    from megatron_tsp.ab import report as report_module
+
+    print(f"\n{report_module.table(report)}\n")
+    for line in report_module.verdicts(report):
+        print(line)
+    print(f"\nreport: {folder / 'report.md'} (and report.json, PNG plots)")
+
+
+def _quiet_imports() -> None:
+    """Megatron's imports warn about parts that this process does not use."""
+    import logging
+
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=module)

@@ -1,0 +1,166 @@
+"""The `--tsp-*` flags: added to Megatron's parser, checked, and translated into Megatron's own.
+
+`--tsp-size D` implies `--tensor-model-parallel-size D`, `--sequence-parallel` and
+`--no-create-attention-mask-in-dataloader`. What Megatron does with a tensor-parallel group of D
+(shapes, checkpoints, data, clipping, optimizer) is then right for TSP as it stands.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from megatron_tsp import zigzag
+from megatron_tsp.errors import TSPError
+from megatron_tsp.options import TSPOptions
+from megatron_tsp.refusals import refuse
+from megatron_tsp.streaming import SCHEDULES
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the TSP flags to a Megatron parser; returns it, as `extra_args_provider` wants."""
+    defaults = TSPOptions()
+    group = parser.add_argument_group("TSP", "folded tensor and sequence parallelism")
+    group.add_argument(
+        "--tsp-size",
+        type=int,
+        metavar="D",
+        help="Each rank of a group of D keeps 1/D of the weights and 1/D of the sequence. Implies "
+        "--tensor-model-parallel-size D and --sequence-parallel.",
+    )
+    for kind in ("attention", "mlp", "vocab"):
+        group.add_argument(
+            f"--tsp-{kind}-schedule",
+            choices=sorted(SCHEDULES),
+            default=getattr(defaults, f"{kind}_schedule"),
+            help=f"How the {kind} weights travel (default: %(default)s).",
+        )
+    group.add_argument(
+        "--tsp-loss-chunk",
+        type=int,
+        default=defaults.loss_chunk,
+        metavar="TOKENS",
+        help="Tokens whose logits exist at a time in the loss (default: %(default)s).",
+    )
+    group.add_argument(
+        "--tsp-baseline-core",
+        action="store_true",
+        help="Without --tsp-size: give Megatron's own model TSP's norm and attention core, so that "
+        "an A/B run compares the parallelism only.",
+    )
+    group.add_argument(
+        "--tsp-record",
+        metavar="DIR",
+        help="Write loss, gradient norm, time, memory and bytes sent of each step to DIR, one JSON "
+        "lines file a rank.",
+    )
+    return parser
+
+
+def translate(args: Namespace, argv: Sequence[str]) -> None:
+    """Turn the TSP flags into Megatron's; between Megatron's `parse_args` and `validate_args`.
+
+    Args:
+        args: parsed by Megatron's parser, changed in place.
+        argv: the command line, to tell what the user wrote from a default.
+
+    Raises:
+        TSPError: for a flag that contradicts `--tsp-size`, a TSP flag without it, a setting that TSP
+            does not carry, or sizes that do not fit D.
+    """
+    written = {word.split("=")[0] for word in argv if word.startswith("--")}
+    if args.tsp_size is None:
+        _require_no_tsp_flags(args, written)
+        return
+    degree = args.tsp_size
+    if degree < 1:
+        raise TSPError(f"--tsp-size {degree}: the degree is at least 1")
+    if args.tsp_loss_chunk < 1:
+        raise TSPError(f"--tsp-loss-chunk {args.tsp_loss_chunk}: it takes at least 1 token")
+    if args.tsp_baseline_core:
+        raise TSPError(
+            "--tsp-baseline-core is for the runs that TSP is compared with; drop it or --tsp-size"
+        )
+    tp_flag = "--tensor-model-parallel-size"
+    if tp_flag in written and args.tensor_model_parallel_size != degree:
+        raise TSPError(
+            f"{tp_flag} {args.tensor_model_parallel_size} contradicts --tsp-size {degree}: the TSP "
+            f"group is the tensor-parallel group. Drop {tp_flag}, or give both the same value"
+        )
+    args.tensor_model_parallel_size = degree
+    args.sequence_parallel = degree > 1
+    args.create_attention_mask_in_dataloader = False
+    # dW is summed on its way home, not by a kernel that writes into the local main_grad.
+    args.gradient_accumulation_fusion = False
+    refuse(args)
+    _check_sizes(args)
+
+
+def check(args: Namespace) -> None:
+    """What can only be checked after Megatron's `validate_args` has filled in its defaults.
+
+    Raises:
+        TSPError: as `translate`.
+    """
+    if args.tsp_size is None:
+        return
+    refuse(args)
+    if args.tensor_model_parallel_size != args.tsp_size:
+        raise TSPError(
+            f"a checkpoint or configuration set tensor parallel size "
+            f"{args.tensor_model_parallel_size} against --tsp-size {args.tsp_size}"
+        )
+
+
+def options_from_args(args: Namespace) -> TSPOptions:
+    """The settings that Megatron's configs have no field for."""
+    return TSPOptions(
+        attention_schedule=args.tsp_attention_schedule,
+        mlp_schedule=args.tsp_mlp_schedule,
+        vocab_schedule=args.tsp_vocab_schedule,
+        loss_chunk=args.tsp_loss_chunk,
+    )
+
+
+def describe(args: Namespace) -> str:
+    """One line for the log: what TSP does in this run."""
+    degree = args.tsp_size
+    return (
+        f"TSP: groups of {degree} ranks, each with 1/{degree} of the weights and "
+        f"{args.seq_length // degree} of {args.seq_length} tokens a sequence (zigzag); weights "
+        f"travel by {args.tsp_attention_schedule} (attention), {args.tsp_mlp_schedule} (MLP), "
+        f"{args.tsp_vocab_schedule} (vocabulary); K and V are all-gathered"
+    )
+
+
+def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:
+    alone = {"--tsp-baseline-core", "--tsp-record"}
+    for flag in sorted(written):
+        if flag.startswith("--tsp-") and flag not in alone:
+            raise TSPError(f"{flag} needs --tsp-size D")
+    if args.tsp_baseline_core:
+        if args.attention_dropout:
+            raise TSPError("--tsp-baseline-core has no attention dropout: --attention-dropout 0")
+        if args.create_attention_mask_in_dataloader:
+            args.create_attention_mask_in_dataloader = False
+
+
+def _check_sizes(args: Namespace) -> None:
+    """Sizes that cannot be cut into D shards, each with the nearest that can."""
+    degree = args.tsp_size
+    sizes = {
+        "--hidden-size": args.hidden_size,
+        "--num-attention-heads": args.num_attention_heads,
+        "--ffn-hidden-size": args.ffn_hidden_size,
+        "--padded-vocab-size": args.padded_vocab_size,
+    }
+    for flag, size in sizes.items():
+        if size and size % degree:
+            below = size // degree * degree
+            near = f"{below} or {below + degree}" if below else f"{degree}"
+            raise TSPError(
+                f"{flag} {size} is not divisible by --tsp-size {degree}: the nearest are {near}"
+            )
+    if args.seq_length:
+        try:
+            zigzag.chunk_length(args.seq_length, degree)
+        except TSPError as error:
+            raise TSPError(f"--seq-length with --tsp-size {degree}: {error}") from None

@@ -1,0 +1,127 @@
+"""The ``megatron-tsp`` command. Heavy imports wait until a subcommand runs."""
+
+import argparse
+import shlex
+import sys
+
+from megatron_tsp import __version__
+from megatron_tsp.errors import TSPError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; return the exit code (2: the user's input; 130: Ctrl-C)."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except TSPError as error:
+        print(f"megatron-tsp: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megatron-tsp: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-tsp",
+        description="Folded tensor and sequence parallelism for Megatron-LM.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_data(commands)
+    _add_ab(commands)
+    _add_pretrain(commands)
+    return parser
+
+
+# ---------------------------------------------------------------------------------------------
+# megatron-tsp data
+# ---------------------------------------------------------------------------------------------
+
+
+def _add_data(commands) -> None:
+    parser = commands.add_parser(
+        "data",
+        help="make a Megatron data set of real text",
+        description="Write a Megatron indexed data set (.bin and .idx), tokenized by bytes.",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="where to write it")
+    parser.add_argument(
+        "--input",
+        metavar="PATH",
+        help="a .jsonl file, a text file or a folder; default: the sources of Python's standard "
+        "library",
+    )
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="where a .jsonl line has its text"
+    )
+    parser.set_defaults(run=_run_data)
+
+
+def _run_data(args) -> None:
+    from megatron_tsp import data
+
+    prefix = data.build(args.out, args.input, args.json_key)
+    print(f"wrote {prefix}.bin and {prefix}.idx; train on it with these flags:")
+    print(shlex.join(str(word) for pair in data.flags(prefix).items() for word in pair))
+
+
+# ---------------------------------------------------------------------------------------------
+# megatron-tsp ab
+# ---------------------------------------------------------------------------------------------
+
+
+def _add_ab(commands) -> None:
+    parser = commands.add_parser(
+        "ab",
+        help="train the same model as TP+SP and as TSP, and compare",
+        description="Run each arm as its own torchrun job from the same initial weights, data "
+        "order and seed; write report.json, report.md and plots.",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="ENV_VARS and MODEL_ARGS, as YAML")
+    parser.add_argument(
+        "--arms",
+        metavar="A,B",
+        help="which arms to run: tp_sp, tsp, tp1, or those named in CONFIG (default: its choice, "
+        "else tp_sp,tsp)",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the report goes (default: ab-out/<name of the config>)"
+    )
+    parser.set_defaults(run=_run_ab)
+
+
+def _run_ab(args) -> int:
+    from megatron_tsp import ab
+
+    return ab.main(args.config, args.arms.split(",") if args.arms else None, args.out)
+
+
+# ---------------------------------------------------------------------------------------------
+# megatron-tsp pretrain
+# ---------------------------------------------------------------------------------------------
+
+
+def _add_pretrain(commands) -> None:
+    parser = commands.add_parser(
+        "pretrain",
+        help="torchrun -m megatron_tsp.pretrain_gpt",
+        description="Start Megatron's GPT pretraining with this plugin on this machine. What "
+        "follows -- goes to it unchanged.",
+    )
+    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks to start")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="Megatron's flags")
+    parser.set_defaults(run=_run_pretrain)
+
+
+def _run_pretrain(args) -> None:
+    import os
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "--nproc-per-node", str(args.nproc_per_node)]
+    command += ["-m", "megatron_tsp.pretrain_gpt", *args.flags]
+    os.execv(sys.executable, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Megatron's modules with TSP inside: weights stream past, tokens stay."""

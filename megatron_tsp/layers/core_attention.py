@@ -1,0 +1,284 @@
+"""Causal attention of the local queries to the whole sequence: K and V are all-gathered.
+
+Works on any group over which the tokens are laid out in zigzag order, and on one rank alone. Heads
+go in groups: while one group's attention computes, the next group's K and V are on their way, so
+at most two groups are whole in memory. The backward gathers again and reduce-scatters dK and dV.
+
+The gather needs no reordering. The high chunks (2D-1-r of each rank r) are gathered in front of the
+low ones, which leaves the chunks in this order:
+
+    2D-1, 2D-2, ..., D,  0, 1, ..., D-1
+
+The keys that the rank's chunks see in full are then one piece each: for chunk 2D-1-r all that lie
+behind its own, for chunk r those between the start of the low ones and its own. A softmax does not
+mind the order of its keys; only on the two diagonal blocks does order count, and these are local.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_tsp import parallel_state
+from megatron_tsp.errors import TSPError
+from megatron_tsp.layers import flash
+from megatron_tsp.streaming import wait_all
+from megatron_tsp.traffic import block
+
+
+class _Layout(NamedTuple):
+    """Who attends to what on this rank: slices of local queries and of gathered keys."""
+
+    size: int
+    rank: int
+    chunk: int  # tokens
+
+    def diagonals(self) -> list[tuple[slice, slice]]:
+        """(local tokens, their place among the gathered keys) of each own chunk."""
+        c, r, d = self.chunk, self.rank, self.size
+        if d == 1:
+            return [(slice(0, c), slice(0, c))]
+        low = slice(0, c), slice((d + r) * c, (d + r + 1) * c)
+        high = slice(c, 2 * c), slice(r * c, (r + 1) * c)
+        return [low, high]
+
+    def full(self) -> list[tuple[slice, slice] | None]:
+        """For each diagonal: (local queries, the keys that they all see), None if there are none."""
+        c, r, d = self.chunk, self.rank, self.size
+        if d == 1:
+            return [None]
+        low = (slice(0, c), slice(d * c, (d + r) * c)) if r else None
+        return [low, (slice(c, 2 * c), slice((r + 1) * c, 2 * d * c))]
+
+
+class _Exchange:
+    """K and V of one head group over the group of ranks, packed side by side: [tokens, b, g, 2, d].
+
+    With one rank nothing moves and the packed local tensor is the gathered one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, layout: _Layout):
+        self.group, self.layout = group, layout
+
+    def gather(self, kv: Tensor) -> tuple[Tensor, list[dist.Work]]:
+        """Start to gather the local [s/D, ...]; returns [s, ...], high chunks first, and the works."""
+        d, c = self.layout.size, self.layout.chunk
+        if d == 1:
+            return kv, []
+        whole = kv.new_empty(2 * d * c, *kv.shape[1:])
+        halves = ((whole[: d * c], kv[c:]), (whole[d * c :], kv[:c]))
+        return whole, [
+            dist.all_gather_into_tensor(to, half, group=self.group, async_op=True)
+            for to, half in halves
+        ]
+
+    def scatter(self, dkv: Tensor) -> tuple[Tensor, list[dist.Work]]:
+        """Start to sum [s, ...] over ranks, each its own tokens; returns [s/D, ...] and the works."""
+        d, c = self.layout.size, self.layout.chunk
+        if d == 1:
+            return dkv, []
+        own = dkv.new_empty(2 * c, *dkv.shape[1:])
+        halves = ((own[c:], dkv[: d * c]), (own[:c], dkv[d * c :]))
+        return own, [
+            dist.reduce_scatter_tensor(to, half, group=self.group, async_op=True)
+            for to, half in halves
+        ]
+
+
+def _by_query_group(heads: Tensor, kv_heads: int) -> Tensor:
+    """[s, b, g·rep, d] as the kernels want it: [b·g, rep, s, d]; a view where strides allow."""
+    s, b, n, d = heads.shape
+    return heads.reshape(s, b * kv_heads, n // kv_heads, d).permute(1, 2, 0, 3)
+
+
+def _as_tokens(heads: Tensor, batch: int) -> Tensor:
+    """The inverse, as a view [s, b, g, rep, d]."""
+    n, rep, s, d = heads.shape
+    return heads.view(batch, n // batch, rep, s, d).permute(3, 0, 1, 2, 4)
+
+
+class _ZigzagAttention(torch.autograd.Function):
+    """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, scale):
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        layout = _Layout(size, rank, q.size(0) // (1 if size == 1 else 2))
+        ctx.layout, ctx.scale, ctx.group = layout, scale, group
+        v = v.contiguous()  # a view would keep the packed QKV alive until the backward
+        exchange, groups = _Exchange(group, layout), _head_groups(k.size(2), size)
+        rep = q.size(2) // k.size(2)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lses = []
+        with block("attention"):
+            packed = _pack(k, v, groups[0])
+            arriving = exchange.gather(packed)
+            for at, heads in enumerate(groups):
+                local, (whole, works) = packed, arriving
+                if at + 1 < len(groups):
+                    packed = _pack(k, v, groups[at + 1])
+                    arriving = exchange.gather(packed)
+                queries = q[:, :, _query_heads(heads, rep)]
+                target = out[:, :, _query_heads(heads, rep)].unflatten(2, (-1, rep))
+                lses.append(_attend(queries, local, whole, works, target, layout, scale))
+        ctx.save_for_backward(q, k, v, out, torch.stack(lses))
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lses = ctx.saved_tensors
+        layout = ctx.layout
+        exchange, groups = _Exchange(ctx.group, layout), _head_groups(k.size(2), layout.size)
+        rep = q.size(2) // k.size(2)
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+        dv = torch.empty_like(v)
+        leaving = None
+        with block("attention"):
+            packed = _pack(k, v, groups[0])
+            arriving = exchange.gather(packed)
+            for at, heads in enumerate(groups):
+                local, (whole, works) = packed, arriving
+                if at + 1 < len(groups):
+                    packed = _pack(k, v, groups[at + 1])
+                    arriving = exchange.gather(packed)
+                of_heads = _query_heads(heads, rep)
+                target = dq[:, :, of_heads].unflatten(2, (-1, rep))
+                slices = (t[:, :, of_heads] for t in (dout, q, out))
+                dwhole = _attend_backward(
+                    *slices, local, whole, works, lses[at], target, layout, ctx.scale
+                )
+                if leaving is not None:
+                    _unpack(*leaving, dk, dv)
+                leaving = (heads, *exchange.scatter(dwhole))
+            _unpack(*leaving, dk, dv)
+        return dq, dk, dv, None, None
+
+
+def _head_groups(kv_heads: int, size: int) -> list[slice]:
+    """KV heads by exchange: an owner's share at a time (one head where D exceeds them)."""
+    step = kv_heads // size if kv_heads % size == 0 else 1
+    return [slice(at, at + step) for at in range(0, kv_heads, step)]
+
+
+def _query_heads(kv_heads: slice, rep: int) -> slice:
+    return slice(kv_heads.start * rep, kv_heads.stop * rep)
+
+
+def _pack(k: Tensor, v: Tensor, heads: slice) -> Tensor:
+    return torch.stack((k[:, :, heads], v[:, :, heads]), dim=3)
+
+
+def _unpack(heads: slice, dkv: Tensor, works: list[dist.Work], dk: Tensor, dv: Tensor) -> None:
+    wait_all(works)
+    dk[:, :, heads], dv[:, :, heads] = dkv.unbind(3)
+
+
+def _attend(queries, local, whole, works, target, layout, scale) -> Tensor:
+    """Write the attention of one head group into target [s/D, b, g, rep, d]; returns its lse."""
+    kv_heads, batch = whole.size(2), whole.size(1)
+    q = _by_query_group(queries, kv_heads)
+    parts = []
+    for own, _ in layout.diagonals():  # local, so before the gather is waited for
+        k, v = (_by_query_group(t, kv_heads) for t in local[own].unbind(3))
+        parts.append(flash.forward(q[:, :, own], k, v, True, scale))
+    wait_all(works)
+    lses = []
+    for (own, _), full, (out, lse) in zip(layout.diagonals(), layout.full(), parts, strict=True):
+        if full is not None:
+            k, v = (_by_query_group(t, kv_heads) for t in whole[full[1]].unbind(3))
+            out, lse = flash.merge(out, lse, *flash.forward(q[:, :, own], k, v, False, scale))
+        target[own] = _as_tokens(out, batch)
+        lses.append(lse)
+    return torch.cat(lses, dim=2)
+
+
+def _attend_backward(dout, queries, out, local, whole, works, lse, target, layout, scale) -> Tensor:
+    """Write dq of one head group into target; returns this rank's part of dK and dV, like whole."""
+    kv_heads, batch = whole.size(2), whole.size(1)
+    dout, q, out = (_by_query_group(t, kv_heads) for t in (dout, queries, out))
+    dwhole = torch.zeros_like(whole)
+
+    def part(own: slice, keys: Tensor, place: slice, causal: bool) -> Tensor:
+        k, v = (_by_query_group(t, kv_heads) for t in keys.unbind(3))
+        of_own = (t[:, :, own] for t in (out, lse))
+        dq, *dkv = flash.backward(dout[:, :, own], q[:, :, own], k, v, *of_own, causal, scale)
+        for total, value in zip(dwhole[place].unbind(3), dkv, strict=True):
+            total.add_(_as_tokens(value, batch).squeeze(3))
+        return dq
+
+    dqs = [part(own, local[own], place, True) for own, place in layout.diagonals()]
+    wait_all(works)
+    for (own, _), full, dq in zip(layout.diagonals(), layout.full(), dqs, strict=True):
+        if full is not None:
+            dq = dq.add_(part(own, whole[full[1]], full[1], False))
+        target[own] = _as_tokens(dq, batch)
+    return dwhole
+
+
+class TSPCoreAttention(MegatronModule):
+    """Causal self-attention of local tokens, for Megatron's `core_attention`.
+
+    The sequence is spread over `pg_collection.cp` in zigzag order: the TSP group inside a TSP
+    attention, one rank in a tensor-parallel one. Nothing of size s x s is ever made.
+
+    Args:
+        softmax_scale: of the logits; by default 1/sqrt(head dimension).
+
+    Raises:
+        TSPError: for what it does not carry: another mask type, attention dropout, ...
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
+            raise TSPError(
+                f"TSP attention is causal self-attention, not {attention_type} attention "
+                f"with a mask of type {attn_mask_type.name}"
+            )
+        if dropout:
+            raise TSPError("TSP does not carry attention dropout: set --attention-dropout 0")
+        self.group = parallel_state.kv_group(getattr(pg_collection, "cp", None))
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+    ) -> Tensor:
+        """query [s/D, b, n, d], key and value [s/D, b, g, d] → [s/D, b, n·d].
+
+        Raises:
+            TSPError: for a mask tensor, a bias, packed sequences, or another mask type.
+        """
+        if attention_mask is not None:
+            raise TSPError(
+                "TSP attention takes no mask tensor: pass --no-create-attention-mask-in-dataloader"
+            )
+        if attention_bias is not None or packed_seq_params is not None:
+            raise TSPError("TSP attention does not carry an attention bias or packed sequences")
+        if attn_mask_type not in (None, AttnMaskType.causal):
+            raise TSPError(f"TSP attention is causal, not of type {attn_mask_type.name}")
+        out = _ZigzagAttention.apply(query, key, value, self.group, self.scale)
+        return out.flatten(2)

@@ -1,0 +1,1 @@
+"""Megatron's models put together from TSP's layers."""

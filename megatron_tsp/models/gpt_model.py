@@ -1,0 +1,72 @@
+"""Megatron's GPTModel with local tokens inside: same parameters, same inputs, same loss."""
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from torch import Tensor
+
+from megatron_tsp.errors import TSPError
+from megatron_tsp.layers.embedding import TSPLanguageModelEmbedding, TSPVocabParallelEmbedding
+from megatron_tsp.layers.linear import TSPColumnParallelLinear
+from megatron_tsp.layers.loss import cross_entropy
+from megatron_tsp.options import TSPOptions
+
+
+class TSPGPTModel(GPTModel):
+    """Takes the whole sequence's token ids on every rank of the TSP group, returns its loss there.
+
+    Args as `GPTModel`, whose layer spec must be TSP's, and:
+        options: TSP's own settings.
+    """
+
+    def __init__(self, *args, options: TSPOptions, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.options = options
+        if hasattr(self, "embedding"):
+            _become(self.embedding, LanguageModelEmbedding, TSPLanguageModelEmbedding)
+            _become(
+                self.embedding.word_embeddings, VocabParallelEmbedding, TSPVocabParallelEmbedding
+            )
+            if self.embedding.add_position_embedding:
+                # Each rank sees its own positions only: Megatron sums such gradients.
+                self.embedding.position_embeddings.weight.sequence_parallel = True
+        if hasattr(self, "output_layer"):
+            _become(self.output_layer, ColumnParallelLinear, TSPColumnParallelLinear)
+            self.output_layer.set_schedule(options.vocab_schedule, "loss")
+        if hasattr(self, "rotary_pos_emb"):
+            # Megatron slices RoPE over this group, in zigzag order.
+            self.rotary_pos_emb.cp_group = self.pg_collection.tp
+
+    def forward(self, *args, labels: Tensor | None = None, **kwargs) -> Tensor:
+        """As `GPTModel.forward` with labels: the loss of every token, fp32 [b, s].
+
+        On a pipeline stage that is not the last: hidden states [s/D, b, h].
+
+        Raises:
+            TSPError: the last stage is called without labels.
+        """
+        if self.post_process and labels is None:
+            raise TSPError(
+                "a TSP model returns the loss and needs labels; for logits or inference load "
+                "the checkpoint in Megatron with --tensor-model-parallel-size"
+            )
+        return super().forward(*args, labels=labels, output_processor=self._loss, **kwargs)
+
+    def _loss(self, hidden_states, output_layer, output_weight, labels, **_) -> Tensor:
+        weight, _ = output_layer(None, weight=output_weight, shards_only=True)
+        group = self.pg_collection.tp
+        return cross_entropy(
+            hidden_states, weight, labels, output_layer.walk, group, self.options.loss_chunk
+        )
+
+
+def _become(module: torch.nn.Module, base: type, cls: type) -> None:
+    """Give `module` the forward of `cls`: GPTModel has no spec for its embedding and output layer.
+
+    Raises:
+        TypeError: it is not exactly a `base`, so that this Megatron is not the one we know.
+    """
+    if type(module) is not base:
+        raise TypeError(f"expected Megatron's {base.__name__}, found {type(module).__name__}")
+    module.__class__ = cls

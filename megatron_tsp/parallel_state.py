@@ -1,0 +1,88 @@
+"""The TSP dimension of the device grid, next to Megatron's own, and its communicators.
+
+Today the TSP axis is Megatron's tensor-parallel axis: `--tsp-size D` sets TP = D. Code asks here
+and never assumes so. Over the same ranks there are two more communicators, one for weight shards
+and one for K and V: NCCL runs what shares a communicator one after the other, and a shard must not
+queue behind Megatron's collectives.
+"""
+
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron_tsp import streaming
+from megatron_tsp.errors import TSPError
+
+_TSP_GROUP: dist.ProcessGroup | None = None
+_WEIGHT_GROUP: dist.ProcessGroup | None = None
+_KV_GROUP: dist.ProcessGroup | None = None
+
+
+def initialize_model_parallel(tsp_size: int) -> None:
+    """Create the TSP groups. Every rank calls it, after Megatron's `initialize_model_parallel`.
+
+    Raises:
+        TSPError: Megatron's groups do not exist yet, its tensor-parallel size is not `tsp_size`,
+            or the TSP groups exist already.
+    """
+    global _TSP_GROUP, _WEIGHT_GROUP, _KV_GROUP
+    if not mpu.model_parallel_is_initialized():
+        raise TSPError("call Megatron's initialize_model_parallel before megatron_tsp's")
+    if is_initialized():
+        raise TSPError("the TSP groups exist already; call destroy_model_parallel first")
+    tp = mpu.get_tensor_model_parallel_group()
+    if tp.size() != tsp_size:
+        raise TSPError(
+            f"TSP size {tsp_size} needs tensor parallel size {tsp_size}, not {tp.size()}"
+        )
+    _TSP_GROUP = tp
+    ranks = dist.get_process_group_ranks(tp)
+    # Each rank makes the groups that it is in, and no others: cheap at thousands of ranks.
+    make = {"ranks": ranks, "use_local_synchronization": True}
+    _WEIGHT_GROUP = dist.new_group(**make, group_desc="TSP_WEIGHT_GROUP")
+    _KV_GROUP = dist.new_group(**make, group_desc="TSP_KV_GROUP")
+
+
+def destroy_model_parallel() -> None:
+    """Forget the TSP groups and destroy the communicators that are TSP's own."""
+    global _TSP_GROUP, _WEIGHT_GROUP, _KV_GROUP
+    own = [group for group in (_WEIGHT_GROUP, _KV_GROUP) if group is not None]
+    streaming.forget(own)
+    for group in own:
+        dist.destroy_process_group(group)
+    _TSP_GROUP = _WEIGHT_GROUP = _KV_GROUP = None
+
+
+def is_initialized() -> bool:
+    """Whether the TSP groups exist."""
+    return _TSP_GROUP is not None
+
+
+def get_tsp_group() -> dist.ProcessGroup:
+    """The ranks that share one copy of the weights and one sequence with this one.
+
+    Raises:
+        TSPError: the TSP groups have not been created.
+    """
+    if _TSP_GROUP is None:
+        raise TSPError("the TSP groups are not initialized")
+    return _TSP_GROUP
+
+
+def get_tsp_world_size() -> int:
+    """The TSP degree D."""
+    return get_tsp_group().size()
+
+
+def get_tsp_rank() -> int:
+    """This rank's place in its TSP group, from 0 to D-1."""
+    return get_tsp_group().rank()
+
+
+def weight_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The communicator for weight traffic over the ranks of `group`: `group`, if it is not TSP's."""
+    return _WEIGHT_GROUP if group is not None and group is _TSP_GROUP else group
+
+
+def kv_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The communicator for K and V over the ranks of `group`: `group`, if it is not TSP's."""
+    return _KV_GROUP if group is not None and group is _TSP_GROUP else group

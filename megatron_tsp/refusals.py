@@ -1,0 +1,143 @@
+"""What TSP does not carry: one table of flags, each with the reason and what to do instead.
+
+An ignored setting is a wrong result, so a run with one of these stops before it starts.
+"""
+
+from argparse import Namespace
+from typing import NamedTuple
+
+from megatron_tsp.errors import TSPError
+
+
+class Refusal(NamedTuple):
+    """A setting that stops a TSP run.
+
+    Attributes:
+        dest: the attribute of the parsed arguments.
+        flag: as the user typed it.
+        reason: why not, and what to do.
+        carried: the values that are fine; any value that is false as well.
+    """
+
+    dest: str
+    flag: str
+    reason: str
+    carried: tuple = ()
+
+
+_MOE = "TSP streams dense MLPs only; run MoE models with tensor parallelism"
+_MLA = "TSP's attention is plain multi-head or grouped-query attention"
+_FP8 = "TSP streams fp32, fp16 and bf16 shards only; train in bf16 (--bf16)"
+_FSDP = "TSP shards the weights itself; use Megatron's DDP or its distributed optimizer"
+_MASK = "TSP's attention is causal over the whole sequence"
+_GRAPH = "the streams are not captured in CUDA graphs yet"
+_CE = "TSP computes the loss itself, streaming the vocabulary in fp32; drop the flag"
+_OVERLAP = "TSP has no tensor-parallel activation traffic to overlap; drop the flag"
+_CORE = "TSP has its own attention core; drop the flag"
+_OFFLOAD = "TSP's blocks do not offload activations yet; use --recompute-granularity"
+_MUP = "TSP's embedding and loss do not scale for muP"
+
+REFUSED = (
+    Refusal("context_parallel_size", "--context-parallel-size", "the TSP group spreads the "
+            "sequence already; drop the flag, or raise --tsp-size", (1,)),
+    Refusal("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes",
+            "TSP spreads the sequence in one way only; drop the flag"),
+    Refusal("tensor_parallel_num_weight_shards", "--tensor-parallel-num-weight-shards",
+            "TSP shards the weights itself; drop the flag", (1,)),
+    Refusal("attention_dropout", "--attention-dropout", "the attention kernels have no dropout; "
+            "pass --attention-dropout 0"),
+    Refusal("window_size", "--window-size", _MASK + "; drop the flag"),
+    Refusal("window_attn_skip_freq", "--window-attn-skip-freq", _MASK + "; drop the flag"),
+    Refusal("reset_attention_mask", "--reset-attention-mask", _MASK + ", also across documents; "
+            "drop the flag"),
+    Refusal("reset_position_ids", "--reset-position-ids", "TSP numbers positions over the whole "
+            "sequence; drop the flag"),
+    Refusal("softmax_type", "--softmax-type", "TSP's kernels have no attention sinks; use "
+            "vanilla", ("vanilla",)),
+    Refusal("apply_query_key_layer_scaling", "--apply-query-key-layer-scaling", _CORE),
+    Refusal("qk_clip", "--qk-clip", "the kernels do not report the largest logit; drop the flag"),
+    Refusal("log_max_attention_logit", "--log-max-attention-logit",
+            "the kernels do not report the largest logit; drop the flag"),
+    Refusal("attention_output_gate", "--attention-output-gate", "TSP's attention has no gate yet"),
+    Refusal("use_kitchen_attention", "--use-kitchen-attention", _CORE),
+    Refusal("flash_attention_version", "--flash-attention-version", _CORE),
+    Refusal("multi_latent_attention", "--multi-latent-attention", _MLA),
+    Refusal("experimental_attention_variant", "--experimental-attention-variant", _MLA),
+    Refusal("linear_attention_freq", "--linear-attention-freq", _MLA),
+    Refusal("num_experts", "--num-experts", _MOE),
+    Refusal("expert_model_parallel_size", "--expert-model-parallel-size", _MOE, (1,)),
+    Refusal("mtp_num_layers", "--mtp-num-layers", "multi-token prediction is not carried yet; drop "
+            "the flag"),
+    Refusal("hybrid_layer_pattern", "--hybrid-layer-pattern", "only GPT models are carried"),
+    Refusal("is_hybrid_model", "--is-hybrid-model", "only GPT models are carried"),
+    Refusal("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path",
+            "all layers of a TSP model are alike"),
+    Refusal("heterogeneous_layers_config_encoded_json",
+            "--heterogeneous-layers-config-encoded-json", "all layers of a TSP model are alike"),
+    Refusal("spec", "--spec", "TSP brings the layer spec; drop the flag"),
+    Refusal("use_mup", "--use-mup", _MUP),
+    Refusal("fp8", "--fp8-format", _FP8),
+    Refusal("fp8_param_gather", "--fp8-param-gather", _FP8),
+    Refusal("fp4", "--fp4-format", _FP8),
+    Refusal("te_precision_config_file", "--te-precision-config-file", _FP8),
+    Refusal("use_megatron_fsdp", "--use-megatron-fsdp", _FSDP),
+    Refusal("use_torch_fsdp2", "--use-torch-fsdp2", _FSDP),
+    Refusal("tp_comm_overlap", "--tp-comm-overlap", _OVERLAP),
+    Refusal("delay_wgrad_compute", "--delay-wgrad-compute", "dW travels with the shards and "
+            "cannot be delayed; drop the flag"),
+    Refusal("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _MOE),
+    Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _CE),
+    Refusal("cross_entropy_loss_fusion", "--cross-entropy-loss-fusion", _CE),
+    Refusal("fp16_lm_cross_entropy", "--fp16-lm-cross-entropy", _CE),
+    Refusal("enable_cuda_graph", "--enable-cuda-graph", _GRAPH),
+    Refusal("external_cuda_graph", "--external-cuda-graph", _GRAPH),
+    Refusal("cuda_graph_impl", "--cuda-graph-impl", _GRAPH, ("none",)),
+    Refusal("optimizer_cuda_graph", "--optimizer-cuda-graph", _GRAPH),
+    Refusal("distribute_saved_activations", "--distribute-saved-activations",
+            "each rank keeps its own tokens only: nothing is left to distribute; drop the flag"),
+    Refusal("fine_grained_activation_offloading", "--fine-grained-activation-offloading", _OFFLOAD),
+    Refusal("cpu_offloading_num_layers", "--cpu-offloading-num-layers", _OFFLOAD),
+    Refusal("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser",
+            "the MLP is TSP's; drop the flag"),
+    Refusal("use_te_activation_func", "--use-te-activation-func", "the MLP is TSP's; drop the "
+            "flag"),
+    Refusal("use_grouped_gemm_for_dense_mlp", "--use-grouped-gemm-for-dense-mlp",
+            "the MLP is TSP's; drop the flag"),
+    Refusal("mlp_chunks_for_training", "--mlp-chunks-for-training", "the MLP goes by shards; drop "
+            "the flag", (1,)),
+    Refusal("fused_residual_rmsnorm", "--fused-residual-rmsnorm", "the norm is TSP's; drop the "
+            "flag"),
+    Refusal("activation_func_fp8_input_store", "--activation-func-fp8-input-store",
+            "the hidden activations are not kept; drop the flag"),
+    Refusal("disable_bf16_reduced_precision_matmul", "--disable-bf16-reduced-precision-matmul",
+            "TSP does not switch GEMM precision; drop the flag"),
+    Refusal("batch_invariant_mode", "--batch-invariant-mode", "TSP's kernels are not batch "
+            "invariant; drop the flag"),
+    Refusal("transformer_impl", "--transformer-impl", "TSP is for training; use local or "
+            "transformer_engine", ("local", "transformer_engine")),
+    Refusal("position_embedding_type", "--position-embedding-type", "use rope, learned_absolute or "
+            "none", ("rope", "learned_absolute", "none")),
+    Refusal("no_rope_freq", "--no-rope-freq", "layers without RoPE are not carried yet; drop the "
+            "flag"),
+    Refusal("optimizer", "--optimizer", "muon-like optimizers orthogonalize whole weights; use adam "
+            "or sgd", ("adam", "sgd")),
+    Refusal("perform_rl_step", "--perform-rl-step", "TSP is for pretraining"),
+    Refusal("sft", "--sft", _MASK + "; packed sequences are not carried yet"),
+    Refusal("dataloader_inter_document_masking", "--dataloader-inter-document-masking",
+            _MASK + ", also across documents; drop the flag"),
+    Refusal("init_model_with_meta_device", "--init-model-with-meta-device",
+            "TSP's modules are built on their device; drop the flag"),
+)  # fmt: skip
+
+
+def refuse(args: Namespace) -> None:
+    """Stop a run whose settings TSP would not honour.
+
+    Raises:
+        TSPError: for the first such setting in `args`, naming the flag, why, and what to do.
+    """
+    for refusal in REFUSED:
+        value = getattr(args, refusal.dest, None)
+        if value and value not in refusal.carried:
+            shown = "" if value is True else f" {value}"
+            raise TSPError(f"{refusal.flag}{shown} does not work with --tsp-size: {refusal.reason}")

@@ -1,0 +1,1 @@
+"""What a rank holds and does: live bytes of its tensors."""

@@ -1,0 +1,108 @@
+"""Live bytes of this rank's tensors, exactly, where the device keeps no statistics of its own.
+
+On CUDA ``torch.cuda.max_memory_allocated`` answers this; on CPU it reads 0. `LiveBytes` watches
+every operator's inputs and outputs and follows each *storage* (not tensor: views share one) from
+the first time it is seen to its release.
+"""
+
+import gc
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """``with LiveBytes() as live: ...`` measures live tensor bytes of this process.
+
+    Attributes:
+        current: bytes alive now.
+        peak: the highest `current` since the start or since `reset_peak`.
+
+    On entry it counts what exists already: parameters, gradients, optimizer state, buffers. The
+    mode follows autograd, so a backward inside the ``with`` is measured too.
+
+    Counted: the size of each storage, once, however many tensors view it. Not counted: storages
+    that torch's allocator does not own (NumPy arrays, memory-mapped files, shared memory), the
+    scratch space inside one operator, the send and receive buffers of the communication library,
+    and tensors that exist on entry but are held by C++ alone (those a graph saved for a backward)
+    until an operator touches them.
+    It costs some tens of microseconds per operator: do not time what it measures.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.current = 0
+        self.peak = 0
+        # Key: address of the storage. The entry goes when the storage does, before reuse.
+        self._storages: dict[int, tuple[weakref.ref, int]] = {}
+
+    def __enter__(self):
+        for tensor in existing_tensors():
+            self._see(tensor)
+        self.peak = self.current
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        super().__exit__(*exc)
+        self._storages.clear()  # drops the weak references, and with them their callbacks
+
+    def reset_peak(self) -> None:
+        """Measure the peak anew from here."""
+        self.peak = self.current
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self._see_all(args)
+        self._see_all(kwargs.values())
+        result = func(*args, **kwargs)
+        self._see_all((result,))
+        self.peak = max(self.peak, self.current)
+        return result
+
+    def _see_all(self, values) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+            elif isinstance(value, (list, tuple)):
+                self._see_all(value)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = _owned_storage(tensor)
+        if storage is None:
+            return
+        key, size = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        if known is None:
+            release = weakref.ref(storage, lambda _, key=key: self._release(key))
+            self._storages[key] = (release, size)
+            self.current += size
+        elif known[1] != size:  # resized in place
+            self._storages[key] = (known[0], size)
+            self.current += size - known[1]
+
+    def _release(self, key: int) -> None:
+        _, size = self._storages.pop(key, (None, 0))
+        self.current -= size
+
+
+def existing_tensors():
+    """Every tensor that Python can reach in this process, and the gradients they hold."""
+    for thing in gc.get_objects():
+        # type(), not isinstance(): some objects answer __class__ by running code.
+        if issubclass(type(thing), torch.Tensor):
+            yield thing
+            if thing.is_leaf and thing.grad is not None:
+                yield thing.grad
+
+
+def _owned_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage, if torch's allocator owns its memory."""
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        # Memory that came from elsewhere (NumPy, mmap, shared memory) cannot be resized.
+        return storage if storage.resizable() else None
+    except (NotImplementedError, RuntimeError):  # subclasses that wrap others have no storage
+        return None

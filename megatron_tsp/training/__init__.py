@@ -1,0 +1,1 @@
+"""What the entries share: command line to process groups to model, data, and the real `pretrain`."""

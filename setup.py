@@ -1,0 +1,5 @@
+"""Installs megatron_tsp; everything else about the package is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

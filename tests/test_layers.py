@@ -1,0 +1,430 @@
+"""Every layer, forward and backward, against plain unsharded torch in fp64."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from layers_common import config, random, start
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from ranks import RankFailed, run
+
+from megatron_tsp import zigzag
+from megatron_tsp.layers import core_attention, embedding, linear, loss, mlp, norm
+from megatron_tsp.streaming import stream
+
+SEQ, BATCH, HIDDEN = 48, 2, 24  # 48 = 2 x 24: cut by D = 1, 2, 3, 4
+DEGREES = (1, 2, 3, 4)
+
+
+def _local(full, degree, rank, dim=0):
+    return zigzag.take(full, dim, degree, rank).detach().clone()
+
+
+def _rows(full, degree, rank):
+    """A rank's shard of a weight cut along its first dimension."""
+    return full.chunk(degree)[rank].clone()
+
+
+def _columns(full, degree, rank):
+    return full.chunk(degree, dim=1)[rank].contiguous()
+
+
+class Case:
+    """One layer: what ranks compute (`sharded`) and what they should (`reference`).
+
+    `sharded(degree, rank)` returns named tensors. `reference()` returns the same names with whole
+    tensors; `layouts` says how a rank's part is cut from each: "tokens", "rows", "columns", "same".
+    """
+
+    layouts: dict
+    degrees = DEGREES
+
+    def sharded(self, degree, rank):
+        raise NotImplementedError
+
+    def reference(self):
+        raise NotImplementedError
+
+    def expected(self, degree, rank):
+        cut = {"tokens": _local, "rows": _rows, "columns": _columns, "same": lambda t, *_: t}
+        whole = self.reference()
+        return {
+            name: cut[self.layouts[name]](tensor, degree, rank) for name, tensor in whole.items()
+        }
+
+
+class Column(Case):
+    layouts = {"y": "tokens", "dx": "tokens", "dw": "rows", "db": "rows"}
+
+    def __init__(self, bias):
+        self.bias = bias
+
+    def whole(self):
+        x, w = random(SEQ, BATCH, HIDDEN), random(36, HIDDEN, seed=1)
+        return x, w, random(36, seed=2), random(SEQ, BATCH, 36, seed=3)
+
+    def sharded(self, degree, rank):
+        x, w, b, dy = self.whole()
+        layer = linear.TSPColumnParallelLinear(
+            HIDDEN, 36, config=config(degree), init_method=lambda w: None, bias=self.bias,
+            gather_output=False, skip_bias_add=False,
+        )  # fmt: skip
+        layer.weight.data.copy_(_rows(w, degree, rank))
+        if self.bias:
+            layer.bias.data.copy_(_rows(b, degree, rank))
+        x = _local(x, degree, rank).requires_grad_()
+        y, _ = layer(x)
+        y.backward(_local(dy, degree, rank))
+        out = {"y": y, "dx": x.grad, "dw": layer.weight.grad}
+        return {**out, "db": layer.bias.grad} if self.bias else out
+
+    def reference(self):
+        x, w, b, dy = (t.requires_grad_() for t in self.whole())
+        y = F.linear(x, w, b if self.bias else None)
+        y.backward(dy)
+        out = {"y": y, "dx": x.grad, "dw": w.grad}
+        return {**out, "db": b.grad} if self.bias else out
+
+
+class Row(Case):
+    layouts = {"y": "tokens", "dx": "tokens", "dw": "columns"}
+
+    def whole(self):
+        x, w = random(SEQ, BATCH, 36), random(HIDDEN, 36, seed=1)
+        return x, w, random(SEQ, BATCH, HIDDEN, seed=3)
+
+    def sharded(self, degree, rank):
+        x, w, dy = self.whole()
+        layer = linear.TSPRowParallelLinear(
+            36, HIDDEN, config=config(degree), init_method=lambda w: None, bias=False,
+            input_is_parallel=True, skip_bias_add=False,
+        )  # fmt: skip
+        layer.weight.data.copy_(_columns(w, degree, rank))
+        x = _local(x, degree, rank).requires_grad_()
+        y, _ = layer(x)
+        y.backward(_local(dy, degree, rank))
+        return {"y": y, "dx": x.grad, "dw": layer.weight.grad}
+
+    def reference(self):
+        x, w, dy = (t.requires_grad_() for t in self.whole())
+        y = F.linear(x, w)
+        y.backward(dy)
+        return {"y": y, "dx": x.grad, "dw": w.grad}
+
+
+class MLP(Case):
+    """Weights are kept per shard: gated ones as [gate; up] of each shard."""
+
+    layouts = {"y": "tokens", "dx": "tokens", "dw1": "rows", "dw2": "columns", "db1": "rows"}
+
+    def __init__(self, gated, activation, bias=False, **changes):
+        self.gated, self.bias = gated, bias
+        self.changes = dict(
+            gated_linear_unit=gated, activation_func=activation, add_bias_linear=bias, **changes
+        )
+
+    def whole(self):
+        width = 96 if self.gated else 48
+        x, w1 = random(SEQ, BATCH, HIDDEN), random(width, HIDDEN, seed=1)
+        w2, b1 = random(HIDDEN, 48, seed=2), random(width, seed=4)
+        return x, w1, w2, b1, random(SEQ, BATCH, HIDDEN, seed=3)
+
+    def shard1(self, whole, degree, rank):
+        if not self.gated:
+            return _rows(whole, degree, rank)
+        return torch.cat([_rows(half, degree, rank) for half in whole.chunk(2)])
+
+    def expected(self, degree, rank):
+        whole = self.reference()
+        out = {n: _local(whole[n], degree, rank) for n in ("y", "dx")}
+        out["dw2"] = _columns(whole["dw2"], degree, rank)
+        for name in ("dw1", "db1"):
+            if name in whole:
+                out[name] = self.shard1(whole[name], degree, rank)
+        return out
+
+    def sharded(self, degree, rank):
+        x, w1, w2, b1, dy = self.whole()
+        settings = config(degree, **self.changes)
+        spec = MLPSubmodules(
+            linear_fc1=linear.TSPColumnParallelLinear, linear_fc2=linear.TSPRowParallelLinear
+        )
+        layer = mlp.TSPMLP(settings, spec, ffn_hidden_size=48)
+        layer.linear_fc1.weight.data.copy_(self.shard1(w1, degree, rank))
+        layer.linear_fc2.weight.data.copy_(_columns(w2, degree, rank))
+        if self.bias:
+            layer.linear_fc1.bias.data.copy_(self.shard1(b1, degree, rank))
+        x = _local(x, degree, rank).requires_grad_()
+        y, _ = layer(x)
+        y.backward(_local(dy, degree, rank))
+        fc1, fc2 = layer.linear_fc1, layer.linear_fc2
+        out = {"y": y, "dx": x.grad, "dw1": fc1.weight.grad, "dw2": fc2.weight.grad}
+        return {**out, "db1": fc1.bias.grad} if self.bias else out
+
+    def reference(self):
+        x, w1, w2, b1, dy = (t.requires_grad_() for t in self.whole())
+        z = F.linear(x, w1, b1 if self.bias else None)
+        function = self.changes["activation_func"]
+        clamp = self.changes.get("activation_func_clamp_value")
+        if self.gated:
+            gate, up = z.chunk(2, -1)
+            if clamp:
+                gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+            active = function(gate) * (up + self.changes.get("glu_linear_offset", 0.0))
+        else:
+            active = function(z)
+        y = F.linear(active, w2)
+        y.backward(dy)
+        out = {"y": y, "dx": x.grad, "dw1": w1.grad, "dw2": w2.grad}
+        return {**out, "db1": b1.grad} if self.bias else out
+
+
+class Attention(Case):
+    layouts = dict.fromkeys(("out", "dq", "dk", "dv"), "tokens")
+
+    def __init__(self, kv_heads, scale=1.0):
+        self.kv_heads, self.scale = kv_heads, scale
+
+    def whole(self):
+        d = 4
+        kv = (SEQ, BATCH, self.kv_heads, d)
+        q, dout = (random(SEQ, BATCH, 12, d, seed=s) for s in (0, 3))
+        return q * self.scale, random(*kv, seed=1), random(*kv, seed=2), dout
+
+    def sharded(self, degree, rank):
+        q, k, v, dout = (_local(t, degree, rank) for t in self.whole())
+        for t in (q, k, v):
+            t.requires_grad_()
+        groups = type("Groups", (), {"cp": dist.group.WORLD})
+        settings = config(1, num_query_groups=self.kv_heads, kv_channels=4)
+        core = core_attention.TSPCoreAttention(
+            settings, 1, AttnMaskType.causal, "self", pg_collection=groups
+        )
+        out = core(q, k, v, None).view_as(q)
+        out.backward(dout)
+        return {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+    def reference(self):
+        q, k, v, dout = (t.requires_grad_() for t in self.whole())
+        repeat = 12 // self.kv_heads
+        heads = [t.permute(1, 2, 0, 3) for t in (q, *(
+            t.repeat_interleave(repeat, 2) for t in (k, v)
+        ))]  # fmt: skip
+        scores = heads[0] @ heads[1].transpose(-1, -2) * 4**-0.5
+        mask = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
+        out = (scores.masked_fill(mask, -torch.inf).softmax(-1) @ heads[2]).permute(2, 0, 1, 3)
+        out.backward(dout)
+        return {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+class Embedding(Case):
+    layouts = {"y": "tokens", "dw": "rows"}
+
+    def whole(self):
+        ids = torch.randint(0, 48, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
+        ids[0, :9] = 47  # one owner is asked for much more than the others
+        return ids, random(48, HIDDEN), random(SEQ, BATCH, HIDDEN, seed=3)
+
+    def sharded(self, degree, rank):
+        ids, table, dy = self.whole()
+        layer = embedding.TSPVocabParallelEmbedding(
+            48, HIDDEN, config=config(degree), init_method=lambda w: None
+        )
+        layer.weight.data.copy_(_rows(table, degree, rank))
+        y = layer(ids)
+        y.backward(_local(dy, degree, rank))
+        return {"y": y, "dw": layer.weight.grad}
+
+    def reference(self):
+        ids, table, dy = self.whole()
+        table.requires_grad_()
+        y = F.embedding(ids, table).transpose(0, 1)
+        y.backward(dy)
+        return {"y": y, "dw": table.grad}
+
+
+class Loss(Case):
+    layouts = {"loss": "same", "dx": "tokens", "dw": "rows"}
+
+    def __init__(self, chunk, scale=1.0):
+        self.chunk, self.scale = chunk, scale
+
+    def whole(self):
+        labels = torch.randint(0, 48, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
+        dloss = random(BATCH, SEQ, seed=3)
+        dloss[:, 5:9] = 0  # masked tokens
+        return self.scale * random(SEQ, BATCH, HIDDEN), random(48, HIDDEN, seed=1), labels, dloss
+
+    def sharded(self, degree, rank):
+        x, w, labels, dloss = self.whole()
+        x = _local(x, degree, rank).requires_grad_()
+        w = _rows(w, degree, rank).requires_grad_()
+        group = dist.group.WORLD
+        value = loss.cross_entropy(x, w, labels, stream("ring", group), group, self.chunk)
+        value.backward(dloss)
+        return {"loss": value, "dx": x.grad, "dw": w.grad}
+
+    def reference(self):
+        x, w, labels, dloss = self.whole()
+        x.requires_grad_(), w.requires_grad_()
+        logits = F.linear(x, w).permute(1, 2, 0)
+        value = F.cross_entropy(logits, labels, reduction="none")
+        value.backward(dloss)
+        return {"loss": value, "dx": x.grad, "dw": w.grad}
+
+
+class Norm(Case):
+    """Parameter gradients are this rank's tokens' part: Megatron sums them over the group."""
+
+    layouts = {"y": "tokens", "dx": "tokens"}
+    eps = 1e-5
+
+    def __init__(self, normalization):
+        self.normalization = normalization
+
+    def whole(self):
+        return random(SEQ, BATCH, HIDDEN), random(HIDDEN, seed=1), random(SEQ, BATCH, HIDDEN, seed=3)
+
+    def sharded(self, degree, rank):
+        x, w, dy = self.whole()
+        layer = norm.TSPNorm(config(degree, normalization=self.normalization), HIDDEN, self.eps)
+        assert layer.weight.sequence_parallel == (degree > 1)
+        layer.weight.data.copy_(w)
+        x = _local(x, degree, rank).requires_grad_()
+        y = layer(x)
+        y.backward(_local(dy, degree, rank))
+        total = layer.weight.grad.clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, self.weight_grad())
+        return {"y": y, "dx": x.grad}
+
+    def _run(self):
+        x, w, dy = (t.requires_grad_() for t in self.whole())
+        if self.normalization == "RMSNorm":
+            y = F.rms_norm(x, (HIDDEN,), w, self.eps)
+        else:
+            y = F.layer_norm(x, (HIDDEN,), w, None, self.eps)
+        y.backward(dy)
+        return x, w, y
+
+    def weight_grad(self):
+        return self._run()[1].grad
+
+    def reference(self):
+        x, _, y = self._run()
+        return {"y": y, "dx": x.grad}
+
+
+CASES = {
+    "column": Column(bias=False),
+    "column-bias": Column(bias=True),
+    "row": Row(),
+    "swiglu": MLP(True, F.silu),
+    "geglu-bias": MLP(True, F.gelu, bias=True),
+    "swiglu-clamped": MLP(True, F.silu, activation_func_clamp_value=0.7, glu_linear_offset=1.0),
+    "gelu-bias": MLP(False, F.gelu, bias=True),
+    "mha": Attention(12),
+    "gqa": Attention(4),
+    "gqa-fewer-than-ranks": Attention(2),
+    "mqa": Attention(1),
+    "mha-large-logits": Attention(12, scale=100.0),
+    "embedding": Embedding(),
+    "loss": Loss(chunk=1000),
+    "loss-chunked": Loss(chunk=7),
+    "loss-large-logits": Loss(chunk=16, scale=100.0),
+    "rmsnorm": Norm("RMSNorm"),
+    "layernorm": Norm("LayerNorm"),
+}
+
+
+def _on_rank(degree, names):
+    rank = start(degree).rank()
+    results = {}
+    for name in names:
+        out = CASES[name].sharded(degree, rank)
+        results[name] = {key: tensor.detach().clone() for key, tensor in out.items()}
+    return results
+
+
+@cache
+def _results(degree):
+    """All cases on one group: a case costs milliseconds."""
+    return run(_on_rank, degree, degree, tuple(CASES))
+
+
+def _compare(case, degree, results):
+    for rank, result in enumerate(results):
+        expected = case.expected(degree, rank)
+        assert result.keys() == expected.keys()
+        for name, want in expected.items():
+            torch.testing.assert_close(
+                result[name], want.detach(), rtol=1e-9, atol=1e-10,
+                msg=lambda text, name=name, rank=rank: f"{name} on rank {rank}: {text}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_unsharded_computation(name, degree):
+    _compare(CASES[name], degree, [result[name] for result in _results(degree)])
+
+
+def _wrong_chunks(rank, degree):
+    """Contiguous halves instead of zigzag."""
+    return (0,) if degree == 1 else (2 * rank, 2 * rank + 1)
+
+
+def _break(what):
+    if what == "zigzag":
+        zigzag.chunks_of = _wrong_chunks
+    elif what == "kv order":
+        full = core_attention._Layout.full
+        core_attention._Layout.full = lambda self: [
+            part and (part[0], slice(part[1].start - 1, part[1].stop - 1)) for part in full(self)
+        ]
+    elif what == "doubled loss gradient":
+        backward = loss._GatherTokens.backward
+        loss._GatherTokens.backward = staticmethod(
+            lambda ctx, dwhole: (2 * backward(ctx, dwhole)[0], None)
+        )
+    elif what == "dropped dW":
+        add = mlp.Gradients.add_product
+        mlp.Gradients.add_product = lambda self, index, dy, x: (
+            add(self, index, dy, x) if dist.get_rank() else add(self, index, 0 * dy, x)
+        )
+
+
+def _broken(what, degree, name):
+    rank = start(degree).rank()
+    _break(what)
+    out = CASES[name].sharded(degree, rank)
+    return {key: tensor.detach().clone() for key, tensor in out.items()}
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("zigzag", "mha"),
+        ("zigzag", "embedding"),
+        ("kv order", "mha"),
+        ("doubled loss gradient", "loss"),
+        ("dropped dW", "swiglu"),
+    ],
+)
+def test_twin_that_is_broken_on_purpose_differs(what, name):
+    results = run(_broken, 3, what, 3, name)
+    with pytest.raises(AssertionError, match="on rank"):
+        _compare(CASES[name], 3, results)
+
+
+def test_a_failing_rank_is_reported():
+    with pytest.raises(RankFailed, match="rank 1 raised"):
+        run(_fails_on_rank_one, 2)
+
+
+def _fails_on_rank_one():
+    if dist.get_rank() == 1:
+        raise ValueError("on purpose")
