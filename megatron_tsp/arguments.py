@@ -103,6 +103,11 @@ def check(args: Namespace) -> None:
     if args.tsp_size is None:
         return
     refuse(args)
+    if args.tensor_parallel_num_weight_shards not in (None, args.tsp_size):
+        raise TSPError(
+            "--tensor-parallel-num-weight-shards does not work with --tsp-size: TSP shards the "
+            "weights itself; drop the flag"
+        )
     if args.tensor_model_parallel_size != args.tsp_size:
         raise TSPError(
             f"a checkpoint or configuration set tensor parallel size "

@@ -42,8 +42,6 @@ REFUSED = (
             "sequence already; drop the flag, or raise --tsp-size", (1,)),
     Refusal("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes",
             "TSP spreads the sequence in one way only; drop the flag"),
-    Refusal("tensor_parallel_num_weight_shards", "--tensor-parallel-num-weight-shards",
-            "TSP shards the weights itself; drop the flag", (1,)),
     Refusal("attention_dropout", "--attention-dropout", "the attention kernels have no dropout; "
             "pass --attention-dropout 0"),
     Refusal("window_size", "--window-size", _MASK + "; drop the flag"),

@@ -21,8 +21,9 @@ def fill_gaps() -> None:
         utils.compile_helpers = _check_helpers
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         cls = distrib_optimizer.DistributedOptimizer
-        _wrap(cls, "load_state_dict", _own_steps)
-        _wrap(cls, "load_parameter_state_from_dp_reshardable", _without_grad)
+        _wrap(cls, "state_dict", _with_adam_state)
+        _wrap(cls, "load_state_dict", _with_own_steps)
+        _wrap(cls, "_set_main_param_and_optimizer_states", _without_step_and_grad)
 
 
 def _wrap(owner, name, wrapper) -> None:
@@ -39,24 +40,51 @@ def _check_helpers() -> None:
     importlib.import_module("megatron.core.datasets.helpers_cpp")
 
 
-def _own_steps(load_state_dict):
-    # torch's Adam counts steps in one tensor per parameter. Megatron's load gives every parameter
-    # the same tensor, which then counts once per parameter and update: wrong bias correction.
-    def load(self, state_dict):
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
+# Without Transformer Engine and Apex the distributed optimizer runs torch's Adam, which keeps a
+# step count in each parameter's state; theirs keep it in the parameter group. Megatron's save
+# handles both; its load, in three places, only theirs.
+
+
+def _with_adam_state(state_dict):
+    # A load starts from state_dict(), which wants one step count: torch's Adam has none before
+    # its first update. This is the state that Adam itself would begin with.
+    def get(self):
+        import torch
+
+        adam = self.optimizer
+        if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)) and not adam.state:
+            for group in adam.param_groups:
+                for param in group["params"]:
+                    adam.state[param] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
+        return state_dict(self)
+
+    return get
+
+
+def _with_own_steps(load_state_dict):
+    # The load gives all parameters one step tensor, which then counts once per parameter and
+    # update: a wrong bias correction, silently.
+    def load(self, state):
+        load_state_dict(self, state)
+        for param_state in self.optimizer.state.values():
+            if "step" in param_state:
+                param_state["step"] = param_state["step"].clone()
 
     return load
 
 
-def _without_grad(load_parameter_state):
-    # Copies into fp32 parameters in place; every other layout's loader has its own no_grad.
-    def load(self, state_dict):
+def _without_step_and_grad(set_states):
+    # The step was loaded already, from the parameter groups: what comes here is missing, or the
+    # count from before the load. Anything that is not a tensor is left alone. And fp32 main
+    # parameters are leaves that require grad, into which dp_reshardable's load copies in place.
+    def set_without_step(self, model_param, tensors):
         import torch
 
         with torch.no_grad():
-            return load_parameter_state(self, state_dict)
+            set_states(self, model_param, {**tensors, "step": None})
 
-    return load
+    return set_without_step

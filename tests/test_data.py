@@ -61,9 +61,7 @@ def test_same_input_same_bytes(tmp_path):
     source.write_text("text")
     first, second = (data.build(tmp_path / name, source) for name in ("x", "y"))
     for suffix in (".bin", ".idx"):
-        assert (
-            first.with_suffix(suffix).read_bytes() == second.with_suffix(suffix).read_bytes()
-        )
+        assert first.with_suffix(suffix).read_bytes() == second.with_suffix(suffix).read_bytes()
 
 
 def test_standard_library_is_the_default():
@@ -79,7 +77,10 @@ BAD = {
     "latin.txt": (b"caf\xe9", "not UTF-8 text: byte 3 is 0xe9"),
     "blank.jsonl": (b"\n\n", "no text in"),
     "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "broken.jsonl, line 2: not JSON"),
-    "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n', "line 3: no key 'text' (keys there: 'body')"),
+    "key.jsonl": (
+        b'{"text": "a"}\n\n{"body": "b"}\n',
+        "line 3: no key 'text' (keys there: 'body')",
+    ),
     "type.jsonl": (b'{"text": 3}\n', "line 1: the value of 'text' is not a string"),
     "list.jsonl": (b"[1]\n", "line 1: expected an object"),
 }

@@ -54,8 +54,7 @@ def read_arm(record: Path, ranks: int) -> dict:
         "peak_memory_bytes": [_peak(lines) for lines in per_rank],
         "bytes_sent_per_rank_per_step": _per_step(steps, steady, "bytes_sent"),
         "bytes_by_block": {
-            block: sum(sizes)
-            for block, sizes in _per_step(steps, steady, "bytes_by_block").items()
+            block: sum(sizes) for block, sizes in _per_step(steps, steady, "bytes_by_block").items()
         },
     }
 

@@ -1,0 +1,361 @@
+"""The A/B harness: configurations, command lines, arithmetic, failures, and one whole run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from megatron_tsp import cli
+from megatron_tsp.ab import arms, config, initial, plots, report, runner
+from megatron_tsp.errors import TSPError
+
+ROOT = Path(__file__).parents[1]
+
+
+def write(folder, content):
+    path = folder / "ab.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def read(folder, **top):
+    return config.read(write(folder, {"MODEL_ARGS": {"--num-layers": 2}, **top}))
+
+
+# ---------------------------------------------------------------------------------------------
+# Configuration
+# ---------------------------------------------------------------------------------------------
+
+
+def test_megatrons_yaml_form(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHERE", "/data")
+    read_back = config.read(
+        write(
+            tmp_path,
+            """
+ENV_VARS: {CUBLAS_WORKSPACE_CONFIG: ":4096:8", N: 1}
+MODEL_ARGS:
+  --swiglu: true
+  --bf16: false
+  --lr: 1e-2
+  --split: 949,50,1
+  --blend: [0.5, "${WHERE}/a", 0.5, b]
+  --tensor-model-parallel-size: 2
+TEST_TYPE: regular
+""",
+        )
+    )
+    assert read_back.env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "N": "1"}
+    assert (read_back.ranks, read_back.degree) == (4, 2)
+    words = arms.make("tsp", read_back).words()
+    assert " ".join(words) == "--swiglu --lr 1e-2 --split 949,50,1 --blend 0.5 /data/a 0.5 b " + (
+        "--tsp-size 2"
+    )
+
+
+BAD_CONFIGS = {
+    "MODEL_ARG: {--a: 1}": "unknown key 'MODEL_ARG'; did you mean 'MODEL_ARGS'?",
+    "ENV_VARS: {A: 1}": "has no MODEL_ARGS",
+    "": "has no MODEL_ARGS",
+    "[1, 2]": "the file: expected `key: value` lines, not a list",
+    "MODEL_ARGS: [1]": "MODEL_ARGS: expected `key: value` lines, not a list",
+    "MODEL_ARGS: {num_layers: 1}": "'num_layers' is not a flag; did you mean '--num-layers'?",
+    "MODEL_ARGS: {--a: {b: 1}}": "MODEL_ARGS: --a: expected one value, not a mapping",
+    "MODEL_ARGS: {--a: }": "MODEL_ARGS: --a has no value; for a flag without one write `true`",
+    "MODEL_ARGS: {--a: 1, --a: 2}": "'--a' is given twice",
+    "MODEL_ARGS: {--a: '${NO_SUCH}'}": "--a: the environment variable NO_SUCH is not set",
+    "MODEL_ARGS: {--a: 1}\nNPROC_PER_NODE: four": "NPROC_PER_NODE: expected a whole number",
+    "MODEL_ARGS: {--a: 1}\nTSP_SIZE: 3": "TSP_SIZE 3 does not divide NPROC_PER_NODE 4",
+    "MODEL_ARGS: {--a: 1}\nDATA: {OUTPUT: x}": "DATA: unknown key 'OUTPUT'; did you mean 'OUT'?",
+    "MODEL_ARGS: {--a: 1}\nDATA: {INPUT: x}": "DATA: OUT is missing",
+    "MODEL_ARGS: {--a: 1}\nINITIAL_WEIGHTS: seeds": "unknown key 'seeds'; did you mean 'seed'?",
+    "MODEL_ARGS: {--a: 1}\nARMS: {x: {lr: 1}}": "ARMS: x: 'lr' is not a flag",
+    "MODEL_ARGS: {--a: 1": "not YAML",
+}
+
+
+@pytest.mark.parametrize("text", BAD_CONFIGS)
+def test_bad_configuration_names_the_key(text, tmp_path, capsys):
+    assert cli.main(["ab", str(write(tmp_path, text)), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-tsp: error: ") and BAD_CONFIGS[text] in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_file_and_unknown_arm(tmp_path):
+    with pytest.raises(TSPError, match="cannot read the configuration .*none.yaml: No such file"):
+        config.read(tmp_path / "none.yaml")
+    with pytest.raises(TSPError, match="no arm 'tsq'; did you mean 'tsp'?"):
+        arms.make("tsq", read(tmp_path))
+
+
+def test_flags_are_checked_by_megatrons_parser(tmp_path):
+    unknown = read(tmp_path, MODEL_ARGS={"--hiden-size": 64})
+    with pytest.raises(TSPError, match="no flag '--hiden-size'; did you mean '--hidden-size'?"):
+        arms.check_flags(arms.make("tsp", unknown))
+    mistyped = read(tmp_path, MODEL_ARGS={"--hidden-size": "big"})
+    with pytest.raises(TSPError, match="tsp: argument --hidden-size: invalid int value: 'big'"):
+        arms.check_flags(arms.make("tsp", mistyped))
+    missing = read(tmp_path, MODEL_ARGS={"--data-path": f"0.5 {tmp_path}/nothing"})
+    with pytest.raises(TSPError, match="no file .*/nothing.idx"):
+        arms.check_data(arms.make("tsp", missing))
+
+
+# ---------------------------------------------------------------------------------------------
+# Arms
+# ---------------------------------------------------------------------------------------------
+
+
+def test_built_in_arms_differ_in_parallelism_only(tmp_path):
+    both = {"--num-layers": "2", "--seed": "1"}
+    read_back = read(
+        tmp_path,
+        MODEL_ARGS={**both, "--save": "x", "--tensor-model-parallel-size": 4},
+        ARMS={"wide": {"--tsp-size": 8, "--seed": 2, "NPROC_PER_NODE": 8}},
+    )
+    tp_sp, tsp, tp1, wide = (arms.make(n, read_back) for n in ("tp_sp", "tsp", "tp1", "wide"))
+    assert tsp.flags == {**both, "--tsp-size": "4"}
+    assert tp_sp.flags == {
+        **both,
+        "--tensor-model-parallel-size": "4",
+        "--sequence-parallel": True,
+        "--tsp-baseline-core": True,
+    }
+    # The same padded vocabulary: Megatron pads to a multiple of this times the TP size.
+    assert tp1.flags == {
+        **both, "--make-vocab-size-divisible-by": "512", "--tsp-baseline-core": True
+    }  # fmt: skip
+    assert wide.flags == {"--num-layers": "2", "--seed": "2", "--tsp-size": "8"}
+    assert [arm.ranks for arm in (tp_sp, tsp, tp1, wide)] == [4, 4, 1, 8]
+    assert tsp.env["OMP_NUM_THREADS"] == "1"
+
+
+def test_how_the_weights_are_made_the_same(tmp_path):
+    def how(**top):
+        read_back = read(tmp_path, **top)
+        return initial.choose(read_back, [arms.make(n, read_back) for n in ("tp_sp", "tsp")])[0]
+
+    on_cpu = {"--use-cpu-initialization": True}
+    assert how(MODEL_ARGS=on_cpu) == "seed"
+    assert how(MODEL_ARGS={"--num-layers": 2}) == "checkpoint"
+    assert how(MODEL_ARGS=on_cpu, INITIAL_WEIGHTS="checkpoint") == "checkpoint"
+    assert how(MODEL_ARGS={**on_cpu, "--load": "x"}) == "loaded"
+    # Another number of pipeline stages draws other weights from the same seed.
+    staged = {"tsp": {"--pipeline-model-parallel-size": 2}}
+    assert how(MODEL_ARGS=on_cpu, ARMS=staged) == "checkpoint"
+
+
+# ---------------------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------------------
+
+
+def record(folder, ranks, losses, norms, seconds, memory, sent):
+    """Write ranks' records: `seconds`, `memory` and `sent` of a rank are functions of its rank."""
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        lines = []
+        for i, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+            measured = i in (3, 4)
+            lines.append(
+                {
+                    "iteration": i,
+                    "loss": loss if rank == ranks - 1 else None,
+                    "grad_norm": norm,
+                    "step_time_s": seconds(rank) * (100 if measured or i <= 2 else 1),
+                    "timed": not measured,
+                    "peak_memory_bytes": memory(rank) + i if measured else None,
+                    "bytes_sent": {"send": sent(rank), "all_reduce": 8 if i == 1 else 4},
+                    "bytes_by_block": {"mlp": sent(rank), "other": 4},
+                    "tokens": 600,
+                }
+            )
+        (folder / f"rank{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return report.read_arm(folder, ranks)
+
+
+@pytest.fixture
+def built(tmp_path):
+    steps = 30
+    losses = [5 - 0.1 * i for i in range(steps)]
+    norms = [2.0] * steps
+    other_losses = [x + (3e-7 if i == 7 else 0) + (1e-3 if i == 25 else 0) for i, x in
+                    enumerate(losses)]  # fmt: skip
+    other_norms = [2.0 + (2e-6 if i == 3 else 0) + (0.5 if i == 29 else 0) for i in range(steps)]
+    results = {
+        "tp_sp": record(
+            tmp_path / "a", 2, losses, norms, lambda r: 2.0 + r, lambda r: 1000 + r, lambda r: 96
+        ),
+        "tsp": record(
+            tmp_path / "b", 2, other_losses, other_norms, lambda r: 1.5, lambda r: 500,
+            lambda r: 40 + 6 * r,
+        ),
+    }  # fmt: skip
+    for arm in results.values():
+        arm["command"] = "torchrun"
+    return report.build(results, {"config": "ab.yaml", "notes": ["a note"]})
+
+
+def test_report_arithmetic(built):
+    tp_sp, tsp = built["arms"]["tp_sp"], built["arms"]["tsp"]
+    assert built["between"] == ["tsp", "tp_sp"]
+    assert tp_sp["loss"][0] == 5 and len(tp_sp["loss"]) == 30
+    assert tp_sp["step_time_s"] == 3.0  # the slowest rank, without warm-up and measured steps
+    assert tp_sp["timed_steps"] == 26
+    assert tp_sp["tokens_per_s"] == 200
+    assert tp_sp["peak_memory_bytes"] == [1004, 1005]
+    assert tsp["bytes_sent_per_rank_per_step"] == {"all_reduce": [4, 4], "send": [40, 46]}
+    assert tsp["bytes_by_block"] == {"mlp": 86, "other": 8}
+    assert built["parity"] == {
+        "steps": 20,
+        "max_abs_loss_diff": pytest.approx(3e-7, rel=1e-6),
+        "max_rel_grad_norm_diff": pytest.approx(1e-6, rel=1e-6),
+        "first_loss_diff": 0,
+    }
+    assert built["drift"]["max_abs_loss_diff"] == pytest.approx(1e-3)
+    assert built["drift"]["max_rel_grad_norm_diff"] == pytest.approx(0.25)
+    assert built["ratios"] == {"time": 0.5, "memory": 504 / 1005, "bytes": 0.5}
+
+
+def test_a_nan_is_not_parity(built):
+    arm = dict(built["arms"]["tsp"], loss=[float("nan"), *built["arms"]["tsp"]["loss"][1:]])
+    difference = report.compare(arm, built["arms"]["tp_sp"])["parity"]["max_abs_loss_diff"]
+    assert difference != difference
+
+
+def test_report_files(built, tmp_path):
+    report.write(built, tmp_path, plots.draw(built, tmp_path))
+    assert json.loads((tmp_path / "report.json").read_text())["parity"]["steps"] == 20
+    text = (tmp_path / "report.md").read_text()
+    for expected in ("| tsp / tp_sp |", "a note", "3.00e-07", "| send ", "40, 46", "loss.png"):
+        assert expected in text
+    for name in plots.NAMES:
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_record_of_unequal_length_is_an_error(tmp_path, built):
+    lines = (tmp_path / "a" / "rank1.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a" / "rank1.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(runner.ArmFailed, match="differ in length"):
+        report.read_arm(tmp_path / "a", 2)
+    with pytest.raises(runner.ArmFailed, match="rank2.jsonl: the rank finished no"):
+        report.read_arm(tmp_path / "a", 3)
+
+
+# ---------------------------------------------------------------------------------------------
+# Jobs
+# ---------------------------------------------------------------------------------------------
+
+FAIL_ON_RANK_1 = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError("the shard of rank 1 is bent")
+time.sleep(60)
+"""
+
+SLEEP = """
+import os, pathlib, time
+pathlib.Path(os.environ["HERE"], "pid" + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+class Script(arms.Arm):
+    """An arm that runs a script instead of Megatron, for failures that come fast."""
+
+    def command(self, record, logs):
+        command = super().command(record, logs)
+        return [*command[: command.index("-m", 2)], self.flags["script"]]
+
+
+def script_arm(folder, text, ranks=2):
+    path = folder / "script.py"
+    path.write_text(text)
+    return Script("broken", ranks, {"script": str(path)}, {"HERE": str(folder)})
+
+
+def test_a_failing_arm_shows_the_ranks_own_error_and_its_log(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(runner.ArmFailed) as caught:
+        runner.run(script_arm(tmp_path, FAIL_ON_RANK_1), tmp_path / "out", 10)
+    assert time.monotonic() - start < 45
+    message = str(caught.value)
+    assert message.startswith("arm broken: rank 1 failed:\nTraceback")
+    assert "RuntimeError: the shard of rank 1 is bent" in message
+    log = Path(message.rsplit("log: ", 1)[1])
+    assert "bent" in log.read_text()
+
+
+def test_a_users_error_is_shown_as_one_line():
+    text = "noise\n[rank0]: megatron-tsp: error: --a contradicts --b\nTraceback (most recent call"
+    assert runner.error_in(text) == "megatron-tsp: error: --a contradicts --b"
+    assert runner.error_in("UserWarning: harmless\n") == ""
+
+
+def test_a_lost_connection_is_not_the_cause(tmp_path):
+    for rank, error in (("0", "Connection closed by peer"), ("1", "ValueError: bad shard")):
+        folder = tmp_path / "none_x" / "attempt_0" / rank
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"Traceback (most recent call last):\n{error}\n")
+    # torchrun saw rank 0 end first, but it only lost its peer.
+    path, error = runner._rank_error(tmp_path, "0")
+    assert path.parent.name == "1" and "bad shard" in error
+
+
+def test_interrupt_ends_the_ranks(tmp_path):
+    (tmp_path / "main.py").write_text(
+        "import sys, pathlib, test_ab\n"
+        "from megatron_tsp.ab import runner\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "runner.run(test_ab.script_arm(folder, test_ab.SLEEP), folder / 'out', 10)\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    job = subprocess.Popen(
+        [sys.executable, str(tmp_path / "main.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+    )
+    try:
+        files = [tmp_path / "pid0", tmp_path / "pid1"]
+        deadline = time.monotonic() + 60
+        while not all(f.exists() and f.read_text() for f in files):
+            assert time.monotonic() < deadline and job.poll() is None
+            time.sleep(0.1)
+        ranks = [psutil.Process(int(f.read_text())) for f in files]
+        job.send_signal(signal.SIGINT)
+        assert b"KeyboardInterrupt" in job.communicate(timeout=40)[1]
+        gone, alive = psutil.wait_procs(ranks, timeout=5)
+        assert not alive
+    finally:
+        job.kill()
+
+
+def test_the_whole_of_it(tmp_path, capsys):
+    """Two ranks, TP+SP against TSP, from one saved checkpoint, with data made on the way."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
+    top = yaml.safe_load((ROOT / "configs/tiny_cpu/ab.yaml").read_text())
+    top["NPROC_PER_NODE"] = 2
+    top["INITIAL_WEIGHTS"] = "checkpoint"
+    top["DATA"] = {"OUT": str(tmp_path / "data"), "INPUT": str(tmp_path / "text.txt")}
+    top["MODEL_ARGS"] |= {
+        "--num-layers": 1, "--hidden-size": 32, "--ffn-hidden-size": 64, "--train-iters": 5,
+        "--seq-length": 64, "--max-position-embeddings": 64, "--lr-warmup-iters": 1,
+    }  # fmt: skip
+    out = tmp_path / "out"
+    assert cli.main(["ab", str(write(tmp_path, top)), "--out", str(out)]) == 0
+    result = json.loads((out / "report.json").read_text())
+    assert result["initial_weights"].startswith("the initial weights of tp_sp were saved")
+    assert result["between"] == ["tsp", "tp_sp"]
+    assert result["parity"]["max_abs_loss_diff"] <= 2e-6
+    for arm in result["arms"].values():
+        assert len(arm["loss"]) == 5 and arm["loss"][-1] < arm["loss"][0]
+        assert all(size > 0 for size in arm["peak_memory_bytes"])
+        assert sum(map(sum, arm["bytes_sent_per_rank_per_step"].values())) > 0
+    assert "tsp / tp_sp" in capsys.readouterr().out

@@ -1,0 +1,47 @@
+"""Train a tiny GPT with Megatron's own `pretrain` on gloo ranks, and read what each step gave."""
+
+import json
+import os
+import sys
+
+from ranks import run
+
+SEQ_LENGTH = 64
+
+TINY = f"""
+--num-layers 2 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 128
+--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+--untie-embeddings-and-output-weights
+--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
+--micro-batch-size 2 --global-batch-size 4 --train-iters 6
+--lr 1e-3 --attention-dropout 0 --hidden-dropout 0
+--eval-iters 0 --eval-interval 1000 --split 100,0,0 --log-interval 1
+--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 64
+""".split()
+
+
+def _train(argv, folder):
+    from megatron_tsp.training.main import run as train
+
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    sys.argv = ["pretrain_gpt.py"]
+    train([*TINY, *argv, "--tsp-record", folder])
+    with open(f"{folder}/rank{os.environ['RANK']}.jsonl") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def train(folder, world: int, flags: str = "", timeout: float = 180) -> list[list[dict]]:
+    """Run `TINY` with `flags` (the last of a repeated flag counts); the recorded steps, by rank."""
+    return run(_train, world, flags.split(), str(folder), timeout=timeout)
+
+
+def losses(ranks) -> list[float]:
+    """The losses by iteration, from whichever ranks know them; those must agree."""
+    known = [[step["loss"] for step in rank] for rank in ranks if rank[0]["loss"] is not None]
+    assert known and all(values == known[0] for values in known)
+    return known[0]
+
+
+def grad_norms(ranks) -> list[float]:
+    """The gradient norms by iteration."""
+    return [step["grad_norm"] for step in ranks[0]]
