@@ -151,9 +151,10 @@ def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:
 def _check_sizes(args: Namespace) -> None:
     """Sizes that cannot be cut into D shards, each with the nearest that can."""
     degree = args.tsp_size
+    heads = args.num_attention_heads
     sizes = {
         "--hidden-size": args.hidden_size,
-        "--num-attention-heads": args.num_attention_heads,
+        "--num-attention-heads": heads,
         "--ffn-hidden-size": args.ffn_hidden_size,
         "--padded-vocab-size": args.padded_vocab_size,
     }
@@ -164,6 +165,19 @@ def _check_sizes(args: Namespace) -> None:
             raise TSPError(
                 f"{flag} {size} is not divisible by --tsp-size {degree}: the nearest are {near}"
             )
+    groups = args.num_query_groups if args.group_query_attention else heads
+    if heads and groups and groups % degree and degree % groups:
+        raise TSPError(
+            f"--num-query-groups {groups} neither divides --tsp-size {degree} nor is a multiple "
+            f"of it, as Megatron's sharding of QKV needs"
+        )
+    channels = args.kv_channels or (args.hidden_size // heads if heads else 0)
+    width = (heads + 2 * groups) * channels if heads and groups else 0
+    if width % degree:
+        raise TSPError(
+            f"the QKV weight has {width} rows, ({heads} + 2 x {groups}) heads of {channels}, which "
+            f"--tsp-size {degree} does not divide; change --kv-channels or --num-query-groups"
+        )
     if args.seq_length:
         try:
             zigzag.chunk_length(args.seq_length, degree)

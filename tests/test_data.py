@@ -120,8 +120,8 @@ def test_printed_flags_are_megatrons(tmp_path, capsys, monkeypatch):
     source.write_text("a")
     assert cli.main(["data", "--input", str(source), "--out", str(tmp_path / "o")]) == 0
     printed = capsys.readouterr().out
-    from megatron.training.arguments import parse_args
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import parse_args
 
     words = next(line for line in printed.splitlines() if "--data-path" in line).split()
     monkeypatch.setattr(sys, "argv", ["pretrain", *words])

@@ -25,13 +25,18 @@ def _train(argv, folder):
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     sys.argv = ["pretrain_gpt.py"]
-    train([*TINY, *argv, "--tsp-record", folder])
+    dropped = {flag.removeprefix("no:") for flag in argv if flag.startswith("no:")}
+    flags = [flag for flag in (*TINY, *argv) if flag not in dropped and not flag.startswith("no:")]
+    train([*flags, "--tsp-record", folder])
     with open(f"{folder}/rank{os.environ['RANK']}.jsonl") as lines:
         return [json.loads(line) for line in lines]
 
 
 def train(folder, world: int, flags: str = "", timeout: float = 180) -> list[list[dict]]:
-    """Run `TINY` with `flags` (the last of a repeated flag counts); the recorded steps, by rank."""
+    """Run `TINY` with `flags` ; the recorded steps, by rank.
+
+    The last of a repeated flag counts; `no:--flag` takes a switch out of `TINY`.
+    """
     return run(_train, world, flags.split(), str(folder), timeout=timeout)
 
 

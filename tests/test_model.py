@@ -1,0 +1,171 @@
+"""The whole model's loss and every parameter's gradient, against Megatron's own GPT at TP 1."""
+
+import zlib
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from layers_common import config, random, start
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.models import GPTModelConfig
+from megatron.training.models.gpt import GPTModelBuilder
+from ranks import run
+
+from megatron_tsp import zigzag
+from megatron_tsp.layers import loss, mlp
+from megatron_tsp.models.gpt import TSPGPTModelBuilder, TSPGPTModelConfig
+from megatron_tsp.options import TSPOptions
+
+SEQ, BATCH, VOCAB = 48, 2, 48
+GPT2 = dict(
+    gated_linear_unit=False, activation_func=F.gelu, add_bias_linear=True, normalization="LayerNorm"
+)
+MODELS = {
+    "llama": (dict(num_query_groups=12), dict(position_embedding_type="rope")),
+    "gqa-tied": (
+        dict(num_query_groups=2, kv_channels=6),
+        dict(position_embedding_type="rope", share_embeddings_and_output_weights=True),
+    ),
+    "mqa-qk-norm-qkv-bias": (
+        dict(num_query_groups=1, kv_channels=6, qk_layernorm=True, add_qkv_bias=True),
+        dict(position_embedding_type="rope", rotary_percent=0.5),
+    ),
+    "gpt2": (GPT2, dict(share_embeddings_and_output_weights=True)),
+    "gpt2-rmsnorm-untied": ({**GPT2, "normalization": "RMSNorm"}, dict()),
+}
+
+
+def _part(whole, param, degree, rank):
+    """A rank's shard of a whole parameter, by Megatron's attributes."""
+    if not getattr(param, "tensor_model_parallel", False) or degree == 1:
+        return whole
+    pieces = whole.chunk(degree * param.partition_stride, dim=param.partition_dim)
+    return torch.cat(pieces[rank::degree], dim=param.partition_dim)
+
+
+def _set_parameters(model, degree, rank):
+    """Random values, also where Megatron starts from zeros and ones."""
+    for name, param in model.named_parameters():
+        shape = list(param.shape)
+        if getattr(param, "tensor_model_parallel", False):
+            shape[param.partition_dim] *= degree
+        whole = 0.2 * random(*shape, seed=zlib.crc32(name.encode()))
+        param.data = _part(whole, param, degree, rank).to(torch.float64).contiguous()
+
+
+def _batch():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
+    weights = random(BATCH, SEQ, seed=5)
+    weights[0, :30] = 0  # a loss mask that is uneven over ranks
+    positions = torch.arange(SEQ).expand(BATCH, SEQ)
+    return ids[:, :-1], positions, ids[:, 1:], weights
+
+
+def _gpt_config(cls, name, degree, **extra):
+    transformer, model = MODELS[name]
+    settings = config(degree, transformer_impl="local", **{"kv_channels": 4, **transformer})
+    return cls(transformer=settings, vocab_size=VOCAB, seq_length=SEQ, **model, **extra)
+
+
+def _tsp(name, degree, breaking=None, options=None):
+    group = start(degree)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    options = options or TSPOptions(loss_chunk=13)
+    gpt = _gpt_config(TSPGPTModelConfig, name, degree, tsp=options)
+    model = TSPGPTModelBuilder(gpt).build_model(groups)
+    _set_parameters(model, degree, group.rank())
+    if breaking:
+        breaking()
+    ids, positions, labels, weights = _batch()
+    value = model(ids, positions, None, labels=labels)
+    (value * weights).sum().backward()
+    grads = {}
+    for key, param in model.named_parameters():
+        grad = param.grad.clone()
+        replicated = "q_layernorm" in key or "k_layernorm" in key
+        if getattr(param, "sequence_parallel", False) or replicated:
+            dist.all_reduce(grad, group=group)  # Megatron does it after the backward
+        grads[key] = grad
+    shapes = {
+        key: (getattr(p, "partition_dim", None), getattr(p, "partition_stride", None))
+        for key, p in model.named_parameters()
+        if getattr(p, "tensor_model_parallel", False)
+    }
+    return value.detach(), grads, shapes
+
+
+def _megatron(name):
+    """Megatron's own model, its own attention; the loss from its logits in fp64."""
+    start(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = GPTModelBuilder(_gpt_config(GPTModelConfig, name, 1)).build_model(groups)
+    _set_parameters(model, 1, 0)
+    ids, positions, labels, weights = _batch()
+    mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
+    logits = model(ids, positions, mask)
+    value = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    (value * weights).sum().backward()
+    return value.detach(), {key: p.grad.clone() for key, p in model.named_parameters()}
+
+
+@cache
+def _reference(name):
+    return run(_megatron, 1, name)[0]
+
+
+def _compare(name, degree, results):
+    value, grads = _reference(name)
+    for rank, (got_value, got_grads, sharded) in enumerate(results):
+        torch.testing.assert_close(got_value, value, rtol=1e-9, atol=1e-9)
+        assert got_grads.keys() == grads.keys()
+        for key, whole in grads.items():
+            if key in sharded and degree > 1:
+                dim, stride = sharded[key]
+                pieces = whole.chunk(degree * stride, dim=dim)
+                whole = torch.cat(pieces[rank::degree], dim=dim)
+            torch.testing.assert_close(
+                got_grads[key], whole, rtol=1e-8, atol=1e-9,
+                msg=lambda text, key=key, rank=rank: f"gradient of {key} on rank {rank}: {text}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_megatron(name, degree):
+    if name == "gqa-tied" and degree == 3:
+        degree = 6  # Megatron wants D to divide the KV heads, or to be a multiple of them
+    _compare(name, degree, run(_tsp, degree, name, degree))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "broadcast", "gather"])
+def test_every_schedule_gives_the_same(schedule):
+    options = TSPOptions(schedule, schedule, schedule, loss_chunk=1000)
+    _compare("gqa-tied", 2, run(_tsp, 2, "gqa-tied", 2, None, options))
+
+
+def _wrong_zigzag():
+    zigzag.chunks_of = lambda rank, degree: (2 * rank, 2 * rank + 1)
+
+
+def _dropped_dw():
+    add = mlp.Gradients.add_product
+    mlp.Gradients.add_product = lambda self, index, dy, x: add(
+        self, index, dy if dist.get_rank() else 0 * dy, x
+    )
+
+
+def _doubled_loss_gradient():
+    backward = loss._GatherTokens.backward
+    loss._GatherTokens.backward = staticmethod(
+        lambda ctx, whole: (2 * backward(ctx, whole)[0], None)
+    )
+
+
+@pytest.mark.parametrize("breaking", [_wrong_zigzag, _dropped_dw, _doubled_loss_gradient])
+def test_twin_that_is_broken_on_purpose_differs(breaking):
+    results = run(_tsp, 2, "llama", 2, breaking)
+    with pytest.raises(AssertionError, match="not close|not equal"):
+        _compare("llama", 2, results)
