@@ -128,7 +128,7 @@ def check_flags(args) -> None:
     for dest, (flag, reason) in _REFUSED_FLAGS.items():
         given = getattr(args, dest, None)
         if given and given != "none":
-            _refuse_flag(flag, reason)
+            _refuse_flag(flag if given is True else f"{flag} {given}", reason)
     if getattr(args, "moe_token_dispatcher_type", None) == "flex":
         _refuse_flag("--moe-token-dispatcher-type flex", "DeepEP and HybridEP are GPU libraries")
     if getattr(args, "profile", False) and not args.use_pytorch_profiler:

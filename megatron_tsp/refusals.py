@@ -105,8 +105,6 @@ REFUSED = (
             "the flag", (1,)),
     Refusal("fused_residual_rmsnorm", "--fused-residual-rmsnorm", "the norm is TSP's; drop the "
             "flag"),
-    Refusal("activation_func_fp8_input_store", "--activation-func-fp8-input-store",
-            "the hidden activations are not kept; drop the flag"),
     Refusal("disable_bf16_reduced_precision_matmul", "--disable-bf16-reduced-precision-matmul",
             "TSP does not switch GEMM precision; drop the flag"),
     Refusal("batch_invariant_mode", "--batch-invariant-mode", "TSP's kernels are not batch "

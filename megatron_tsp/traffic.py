@@ -83,16 +83,23 @@ class block:
 # Group names
 # ---------------------------------------------------------------------------------------------
 
-# Short names for Megatron's groups, most telling first: one group may have several roles.
-_MEGATRON_GROUPS = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "_CONTEXT_PARALLEL_GROUP": "cp",
-    "_DATA_PARALLEL_GROUP": "dp",
-    "_DATA_PARALLEL_GROUP_WITH_CP": "dp-cp",
-    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
-    "_MODEL_PARALLEL_GROUP": "tp-pp",
-    "_EMBEDDING_GROUP": "embedding",
+# Short names for the groups of two modules, most telling first: one group may have several roles.
+_KNOWN_GROUPS = {
+    "megatron_tsp.parallel_state": {
+        "_TSP_GROUP": "tsp",
+        "_WEIGHT_GROUP": "tsp-weights",
+        "_KV_GROUP": "tsp-kv",
+    },
+    "megatron.core.parallel_state": {
+        "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+        "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+        "_CONTEXT_PARALLEL_GROUP": "cp",
+        "_DATA_PARALLEL_GROUP": "dp",
+        "_DATA_PARALLEL_GROUP_WITH_CP": "dp-cp",
+        "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+        "_MODEL_PARALLEL_GROUP": "tp-pp",
+        "_EMBEDDING_GROUP": "embedding",
+    },
 }
 
 _given_names: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
@@ -105,31 +112,25 @@ def name_group(pg: dist.ProcessGroup, name: str) -> None:
 
 
 def group_name(pg: dist.ProcessGroup) -> str:
-    """The given name; else Megatron's name for the group; else "world" or "group of N"."""
+    """The given name; else the group's name in Megatron or here; else "world" or "group of N"."""
     name = _given_names.get(pg) or _found_names.get(pg)
     if name is None:
-        name, final = _find_name(pg)
-        if final:
-            _found_names[pg] = name
+        name = _found_names[pg] = _find_name(pg)
     return name
 
 
-def _find_name(pg: dist.ProcessGroup) -> tuple[str, bool]:
-    """A name for `pg`, and whether it can change no more."""
-    mpu = sys.modules.get("megatron.core.parallel_state")
-    ready = mpu is not None and getattr(mpu, "_TENSOR_MODEL_PARALLEL_GROUP", None) is not None
-    if ready:
-        for variable, name in _MEGATRON_GROUPS.items():
-            if getattr(mpu, variable, None) is pg:
-                return name, True
+def _find_name(pg: dist.ProcessGroup) -> str:
+    for module, names in _KNOWN_GROUPS.items():
+        for variable, name in names.items():
+            if getattr(sys.modules.get(module), variable, None) is pg:
+                return name
     if dist.is_initialized() and pg is dist.group.WORLD:
-        return "world", True
-    if ready:
-        for variable, value in vars(mpu).items():
-            if value is pg:
-                return variable.strip("_").lower().replace("_", "-").removesuffix("-group"), True
-    # Groups made while Megatron is still starting up may get their name a moment later.
-    return f"group of {pg.size()}", ready
+        return "world"
+    mpu = sys.modules.get("megatron.core.parallel_state")
+    for variable, value in vars(mpu).items() if mpu else ():
+        if value is pg:
+            return variable.strip("_").lower().replace("_", "-").removesuffix("-group")
+    return f"group of {pg.size()}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -169,9 +170,10 @@ class Counter:
         return size if exact else round(size)
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Start again from zero; groups without a given name are looked up anew."""
         with self._lock:
             self._sums.clear()
+        _found_names.clear()
 
 
 # ---------------------------------------------------------------------------------------------

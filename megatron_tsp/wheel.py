@@ -16,9 +16,12 @@ def fill_gaps() -> None:
     """
     from megatron.core.datasets import utils
     from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel import random
 
     if not (pathlib.Path(utils.__file__).parent / "Makefile").exists():
         utils.compile_helpers = _check_helpers
+    if not random.HAVE_TE:
+        _wrap(random.CheckpointWithoutOutput, "__init__", _without_fp8)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         cls = distrib_optimizer.DistributedOptimizer
         _wrap(cls, "state_dict", _with_adam_state)
@@ -38,6 +41,15 @@ def _check_helpers() -> None:
     # Megatron runs `make` in a folder whose Makefile the wheel leaves out, and exits. The wheel
     # ships the compiled module instead: import it, so that a broken one fails here, by name.
     importlib.import_module("megatron.core.datasets.helpers_cpp")
+
+
+def _without_fp8(init):
+    # Recompute of the layernorm takes its default, fp8=False, for fp8 and asks Transformer Engine.
+    def init_without(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.fp8 = False
+
+    return init_without
 
 
 # Without Transformer Engine and Apex the distributed optimizer runs torch's Adam, which keeps a

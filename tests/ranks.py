@@ -33,9 +33,7 @@ def run(function, world: int, *args, timeout: float = 120) -> list:
         for rank in range(world):
             receiver, sender = _context.Pipe(duplex=False)
             work = pickle.dumps((function, args))
-            process = _context.Process(
-                target=_rank, args=(work, rank, world, folder, sender), daemon=True
-            )
+            process = _context.Process(target=_rank, args=(work, rank, world, folder, sender))
             process.start()
             sender.close()
             pipes.append(receiver)

@@ -354,6 +354,9 @@ def test_the_whole_of_it(tmp_path, capsys):
     assert result["initial_weights"].startswith("the initial weights of tp_sp were saved")
     assert result["between"] == ["tsp", "tp_sp"]
     assert result["parity"]["max_abs_loss_diff"] <= 2e-6
+    # The weights saved were the initial ones: the step that made them saw the same loss.
+    saved = json.loads((out / "initial/record/rank1.jsonl").read_text().splitlines()[0])
+    assert saved["loss"] == result["arms"]["tp_sp"]["loss"][0]
     for arm in result["arms"].values():
         assert len(arm["loss"]) == 5 and arm["loss"][-1] < arm["loss"][0]
         assert all(size > 0 for size in arm["peak_memory_bytes"])

@@ -32,15 +32,22 @@ class Args:
         vars(self).update(cpu.default_flags(), **changed)
 
 
-def test_machine_with_gpu_is_left_alone(monkeypatch):
-    if cpu.engaged():
-        pytest.skip("CPU mode is already on in this process")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    watched = [(torch, "empty"), (torch.Tensor, "cuda"), (torch.cuda, "Stream")]
-    before = [getattr(owner, name) for owner, name in watched]
-    assert cpu.engage() is False
-    assert not cpu.engaged()
-    assert before == [getattr(owner, name) for owner, name in watched]
+def test_machine_with_gpu_is_left_alone():
+    in_new_process(
+        """
+        import os
+        import sys
+        import torch
+        from megatron_tsp import cpu
+
+        torch.cuda.is_available = lambda: True
+        watched = torch, torch.Tensor, torch.cuda, torch.cuda.memory
+        before = [dict(vars(owner)) for owner in watched] + [dict(os.environ)]
+        assert cpu.engage() is False and not cpu.engaged()
+        assert before == [dict(vars(owner)) for owner in watched] + [dict(os.environ)]
+        assert "megatron.core" not in sys.modules
+        """
+    )
 
 
 def test_default_flags_pass():

@@ -218,12 +218,21 @@ def label_and_name(rank, ranks):
         y.backward()
         dist.all_reduce(torch.ones(N))
     dist.all_reduce(torch.ones(N), group=pair)
-    return counter.snapshot(), counter.total()
+    snapshot, total = counter.snapshot(), counter.total()
+
+    from megatron.core import parallel_state as mpu
+
+    mpu._TENSOR_MODEL_PARALLEL_GROUP = pair  # known by its name from the next reset on
+    counter.reset()
+    dist.all_reduce(torch.ones(N), group=pair)
+    return snapshot, total, list(counter.snapshot())
 
 
 def test_labels_and_group_names():
     size = 2 * FLOAT * N // 2
-    for snapshot, total in run(2, label_and_name):
+    import megatron.core.parallel_state  # noqa: F401  once, before the fork
+
+    for snapshot, total, later in run(2, label_and_name):
         assert snapshot == {
             ("all_reduce", "tsp", "attention"): size,
             ("all_reduce", "tsp", "mlp"): size,
@@ -231,6 +240,7 @@ def test_labels_and_group_names():
             ("all_reduce", "group of 2", "other"): size,
         }
         assert total == 4 * size
+        assert later == [("all_reduce", "tp", "other")]
 
 
 def thirds(rank, ranks):

@@ -20,24 +20,31 @@ TINY = f"""
 """.split()
 
 
-def _train(argv, folder):
+def _train(argv, folder, before, exits):
     from megatron_tsp.training.main import run as train
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     sys.argv = ["pretrain_gpt.py"]
     dropped = {flag.removeprefix("no:") for flag in argv if flag.startswith("no:")}
     flags = [flag for flag in (*TINY, *argv) if flag not in dropped and not flag.startswith("no:")]
-    train([*flags, "--tsp-record", folder])
+    if before is not None:
+        before()
+    try:
+        train([*flags, "--tsp-record", folder])
+    except SystemExit:
+        if not exits:
+            raise
     with open(f"{folder}/rank{os.environ['RANK']}.jsonl") as lines:
         return [json.loads(line) for line in lines]
 
 
-def train(folder, world: int, flags: str = "", timeout: float = 180) -> list[list[dict]]:
-    """Run `TINY` with `flags` ; the recorded steps, by rank.
+def train(folder, world: int, flags: str = "", before=None, exits: bool = False) -> list:
+    """Run `TINY` with `flags`; the recorded steps, by rank.
 
-    The last of a repeated flag counts; `no:--flag` takes a switch out of `TINY`.
+    The last of a repeated flag counts; `no:--flag` takes a switch out of `TINY`. `before` is called
+    on each rank first, to break something. `exits`: Megatron ends the process (--exit-interval).
     """
-    return run(_train, world, flags.split(), str(folder), timeout=timeout)
+    return run(_train, world, flags.split(), str(folder), before, exits, timeout=180)
 
 
 def losses(ranks) -> list[float]:

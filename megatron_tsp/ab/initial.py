@@ -45,6 +45,7 @@ def save(arm: Arm, folder: Path) -> Path:
     flags |= _STANDING_STILL
     flags |= {
         "--save": str(target.resolve()),
+        "--save-interval": "1",
         "--ckpt-format": "torch_dist",
         "--no-save-optim": True,
         "--no-save-rng": True,

@@ -1,0 +1,171 @@
+"""The entry, end to end: Megatron's `pretrain` with `--tsp-size`, against TP 1 and through files."""
+
+import re
+from functools import cache
+
+import pytest
+import torch.distributed as dist
+from training import grad_norms, losses, train
+
+from megatron_tsp import zigzag
+from megatron_tsp.layers.core_attention import _Layout
+
+ULP = 4.8e-7  # of an fp32 loss between 4 and 8
+
+LLAMA = "--group-query-attention --num-query-groups 2 --qk-layernorm"
+GPT2 = (
+    "no:--swiglu no:--disable-bias-linear no:--untie-embeddings-and-output-weights "
+    "--normalization LayerNorm --position-embedding-type learned_absolute"
+)
+TP_SP = "--tensor-model-parallel-size {} --sequence-parallel --tsp-baseline-core"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """TP 1 by Megatron's own model, once for each set of flags."""
+
+    @cache
+    def get(flags):
+        return train(tmp_path_factory.mktemp("tp1"), 1, flags)
+
+    return get
+
+
+def _assert_same(ranks, expected, loss=1.5 * ULP, grad_norm=1e-6):
+    got, want = losses(ranks), losses(expected)
+    assert len(got) == len(want)
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= loss, (got, want)
+    norms = zip(grad_norms(ranks), grad_norms(expected), strict=True)
+    assert max(abs(a - b) / b for a, b in norms) <= grad_norm
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, "--tsp-size 1"),
+        (2, "--tsp-size 2"),
+        (4, "--tsp-size 4"),
+        (2, TP_SP.format(2)),
+        (4, "--tsp-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+            "--ddp-bucket-size 5000"),
+        (2, "--tsp-size 2 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1"),
+        (2, "--tsp-size 2 --recompute-granularity selective --recompute-modules core_attn mlp "
+            "layernorm"),
+    ],
+)  # fmt: skip
+def test_llama_trains_as_at_tp_1(reference, tmp_path, world, flags):
+    _assert_same(train(tmp_path, world, f"{LLAMA} {flags}"), reference(LLAMA))
+
+
+@pytest.mark.parametrize(("world", "flags"), [(2, "--tsp-size 2"), (4, "--tsp-size 4")])
+def test_gpt2_trains_as_at_tp_1(reference, tmp_path, world, flags):
+    _assert_same(train(tmp_path, world, f"{GPT2} {flags}"), reference(GPT2))
+
+
+def test_bf16_trains_as_at_tp_1(reference, tmp_path):
+    ranks = train(tmp_path, 4, f"{LLAMA} --bf16 --tsp-size 4")
+    _assert_same(ranks, reference(f"{LLAMA} --bf16"), loss=2e-3, grad_norm=2e-3)
+
+
+def test_vocabulary_that_needs_padding(reference, tmp_path):
+    vocabulary = f"{LLAMA} --vocab-size 126 --make-vocab-size-divisible-by 32"
+    ranks = train(tmp_path, 4, f"{vocabulary} --tsp-size 4")
+    _assert_same(ranks, reference(vocabulary))
+
+
+def test_without_tsp_it_is_megatron_to_the_bit(reference, tmp_path):
+    """The flags of the plugin alone change nothing."""
+    again = train(tmp_path, 1, LLAMA)
+    assert losses(again) == losses(reference(LLAMA))
+    assert grad_norms(again) == grad_norms(reference(LLAMA))
+
+
+def _wrong_keys():
+    full = _Layout.full
+    _Layout.full = lambda self: [
+        part and (part[0], slice(part[1].start - 1, part[1].stop - 1)) for part in full(self)
+    ]
+
+
+def _wrong_order():
+    zigzag.chunks_of = lambda rank, degree: (2 * rank, 2 * rank + 1)
+
+
+def _dropped_dw():
+    from megatron_tsp.layers import mlp
+
+    add = mlp.Gradients.add_product
+    mlp.Gradients.add_product = lambda self, index, dy, x: add(
+        self, index, dy if dist.get_rank() else 0 * dy, x
+    )
+
+
+@pytest.mark.parametrize("breaking", [_wrong_keys, _wrong_order, _dropped_dw])
+def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path, breaking):
+    broken = train(tmp_path, 2, f"{LLAMA} --tsp-size 2", before=breaking)
+    with pytest.raises(AssertionError):
+        _assert_same(broken, reference(LLAMA))
+
+
+SAVE = "--save {0}/ckpt --save-interval 3 --ckpt-format torch_dist"
+LOAD = "--load {0}/ckpt --ckpt-format torch_dist"
+
+
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_saved_and_resumed_it_is_the_uninterrupted_run(tmp_path, optimizer):
+    flags = f"{LLAMA} {optimizer} --tsp-size 2"
+    whole = train(tmp_path / "whole", 2, flags)
+    saving = f"{flags} {SAVE.format(tmp_path)} --exit-interval 3"
+    first = train(tmp_path / "first", 2, saving, exits=True)
+    rest = train(tmp_path / "rest", 2, f"{flags} {LOAD.format(tmp_path)}")
+    assert losses(first) + losses(rest) == losses(whole)
+    assert grad_norms(first) + grad_norms(rest) == grad_norms(whole)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, TP_SP.format(2)), (2, "--tsp-size 2")),
+        ((2, "--tsp-size 2"), (2, TP_SP.format(2))),
+        ((1, ""), (4, "--tsp-size 4")),
+        ((4, "--tsp-size 4"), (2, "--tsp-size 2")),
+        ((2, "--tsp-size 2"), (4, "--tsp-size 2 --pipeline-model-parallel-size 2")),
+    ],
+)
+def test_a_run_flips_in_the_middle(reference, tmp_path, before, after):
+    world, flags = before
+    saving = f"{LLAMA} {flags} {SAVE.format(tmp_path)} --exit-interval 3"
+    first = train(tmp_path / "first", world, saving, exits=True)
+    world, flags = after
+    # Without dropout there is no random state to carry over.
+    loading = f"{LLAMA} {flags} {LOAD.format(tmp_path)} --no-load-rng"
+    rest = train(tmp_path / "rest", world, loading)
+    joined = [[*first[0], *next(rank for rank in rest if rank[0]["loss"] is not None)]]
+    _assert_same(joined, reference(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tsp-size 2 --tensor-model-parallel-size 4", "contradicts --tsp-size 2"),
+        ("--tsp-size 2 --context-parallel-size 2", "--context-parallel-size 2 does not work"),
+        ("--tsp-size 2 --attention-dropout 0.1", "--attention-dropout 0.1 does not work"),
+        ("--tsp-size 2 --window-size 8,0", "--window-size"),
+        ("--tsp-size 2 --reset-position-ids", "--reset-position-ids does not work"),
+        ("--tsp-size 2 --cross-entropy-loss-fusion", "--cross-entropy-loss-fusion does not work"),
+        ("--tsp-size 3", "--hidden-size 64 is not divisible by --tsp-size 3: the nearest are 63"),
+        ("--tsp-size 2 --seq-length 66 --max-position-embeddings 66", "the nearest are 64 or 68"),
+        ("--tsp-size 0", "the degree is at least 1"),
+        ("--tsp-loss-chunk 8", "--tsp-loss-chunk needs --tsp-size"),
+        ("--tsp-size 2 --tsp-loss-chunk 0", "--tsp-loss-chunk 0"),
+        ("--tsp-size 2 --tsp-baseline-core", "--tsp-baseline-core is for the runs"),
+        ("--tsp-size 4 --group-query-attention --num-query-groups 8 --num-attention-heads 8 "
+         "--kv-channels 8 --num-experts 4", "--num-experts 4 does not work"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_by_name(tmp_path, flags, message):
+    from ranks import RankFailed
+
+    with pytest.raises(RankFailed, match=re.escape(message)):
+        train(tmp_path, 1, flags)
