@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
-from megatron_tsp.options import TSPOptions
+from megatron_tsp.options import BLOCKS, TSPOptions
 from megatron_tsp.refusals import refuse
 from megatron_tsp.streaming import SCHEDULES
 
@@ -26,6 +26,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Each rank of a group of D keeps 1/D of the weights and 1/D of the sequence. Implies "
         "--tensor-model-parallel-size D and --sequence-parallel.",
     )
+    group.add_argument(
+        "--tsp-blocks",
+        choices=BLOCKS,
+        default=defaults.blocks,
+        help="Which blocks of a layer stream their weights; the others keep Megatron's tensor and "
+        "sequence parallelism (default: %(default)s).",
+    )
     for kind in ("attention", "mlp", "vocab"):
         group.add_argument(
             f"--tsp-{kind}-schedule",
@@ -33,6 +40,18 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
             default=getattr(defaults, f"{kind}_schedule"),
             help=f"How the {kind} weights travel (default: %(default)s).",
         )
+    group.add_argument(
+        "--tsp-grad-dtype",
+        choices=("fp32", "param"),
+        default="fp32",
+        help="Sum dW over ranks in fp32, or in the parameters' dtype with fewer bytes on the wire "
+        "and an error that grows with D (default: %(default)s).",
+    )
+    group.add_argument(
+        "--tsp-mlp-save-activations",
+        action="store_true",
+        help="Keep the MLP's hidden activations for the backward instead of computing them again.",
+    )
     group.add_argument(
         "--tsp-loss-chunk",
         type=int,
@@ -63,8 +82,8 @@ def translate(args: Namespace, argv: Sequence[str]) -> None:
         argv: the command line, to tell what the user wrote from a default.
 
     Raises:
-        TSPError: for a flag that contradicts `--tsp-size`, a TSP flag without it, a setting that TSP
-            does not carry, or sizes that do not fit D.
+        TSPError: for a flag that contradicts `--tsp-size`, a TSP flag without it, a setting that
+            TSP does not carry, or sizes that do not fit D.
     """
     written = {word.split("=")[0] for word in argv if word.startswith("--")}
     if args.tsp_size is None:
@@ -118,9 +137,12 @@ def check(args: Namespace) -> None:
 def options_from_args(args: Namespace) -> TSPOptions:
     """The settings that Megatron's configs have no field for."""
     return TSPOptions(
+        blocks=args.tsp_blocks,
         attention_schedule=args.tsp_attention_schedule,
         mlp_schedule=args.tsp_mlp_schedule,
         vocab_schedule=args.tsp_vocab_schedule,
+        wide_grads=args.tsp_grad_dtype == "fp32",
+        mlp_save_activations=args.tsp_mlp_save_activations,
         loss_chunk=args.tsp_loss_chunk,
     )
 

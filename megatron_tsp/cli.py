@@ -82,11 +82,10 @@ def _add_ab(commands) -> None:
     parser.add_argument(
         "--arms",
         metavar="A,B",
-        help="which arms to run: tp_sp, tsp, tp1, or those named in CONFIG (default: its choice, "
-        "else tp_sp,tsp)",
+        help="which arms to run: tp_sp, tsp, tp1, or those named in CONFIG (default: tp_sp,tsp)",
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="where the report goes (default: ab-out/<name of the config>)"
+        "--out", metavar="DIR", help="where the report goes (default: below ab-out)"
     )
     parser.set_defaults(run=_run_ab)
 

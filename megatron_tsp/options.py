@@ -2,18 +2,43 @@
 
 from dataclasses import dataclass
 
+from megatron_tsp.errors import TSPError
 
-@dataclass(frozen=True)
+BLOCKS = ("all", "mlp", "attention")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TSPOptions:
     """Settings of TSP that Megatron's configs have no field for.
 
     Attributes:
+        blocks: which blocks of a layer stream their weights, one of `BLOCKS`; the rest is
+            Megatron's tensor and sequence parallelism.
         attention_schedule, mlp_schedule, vocab_schedule: how the weights of each kind of block
             travel; keys of `streaming.SCHEDULES`. The first two defaults are the paper's.
+        wide_grads: sum dW of low-precision weights in fp32, on the wire too.
+        mlp_save_activations: keep the MLP's hidden activations instead of computing them again.
         loss_chunk: tokens whose logits exist at a time in the loss.
     """
 
+    blocks: str = "all"
     attention_schedule: str = "broadcast"
     mlp_schedule: str = "ring"
     vocab_schedule: str = "ring"
+    wide_grads: bool = True
+    mlp_save_activations: bool = False
     loss_chunk: int = 1024
+
+    def __post_init__(self):
+        if self.blocks not in BLOCKS:
+            raise TSPError(f"TSP blocks {self.blocks!r}: not one of {', '.join(BLOCKS)}")
+
+    @property
+    def streams_mlp(self) -> bool:
+        """Whether MLP weights travel."""
+        return self.blocks in ("all", "mlp")
+
+    @property
+    def streams_attention(self) -> bool:
+        """Whether attention weights travel; tokens are then in zigzag order."""
+        return self.blocks in ("all", "attention")

@@ -79,10 +79,10 @@ def get_tsp_rank() -> int:
 
 
 def weight_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The communicator for weight traffic over the ranks of `group`: `group`, if it is not TSP's."""
+    """The communicator for weight traffic over `group`: `group` itself, if it is not TSP's."""
     return _WEIGHT_GROUP if group is not None and group is _TSP_GROUP else group
 
 
 def kv_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The communicator for K and V over the ranks of `group`: `group`, if it is not TSP's."""
+    """The communicator for K and V over `group`: `group` itself, if it is not TSP's."""
     return _KV_GROUP if group is not None and group is _TSP_GROUP else group

@@ -115,8 +115,8 @@ REFUSED = (
             "none", ("rope", "learned_absolute", "none")),
     Refusal("no_rope_freq", "--no-rope-freq", "layers without RoPE are not carried yet; drop the "
             "flag"),
-    Refusal("optimizer", "--optimizer", "muon-like optimizers orthogonalize whole weights; use adam "
-            "or sgd", ("adam", "sgd")),
+    Refusal("optimizer", "--optimizer", "muon-like optimizers orthogonalize whole weights; use "
+            "adam or sgd", ("adam", "sgd")),
     Refusal("perform_rl_step", "--perform-rl-step", "TSP is for pretraining"),
     Refusal("sft", "--sft", _MASK + "; packed sequences are not carried yet"),
     Refusal("dataloader_inter_document_masking", "--dataloader-inter-document-masking",

@@ -16,158 +16,129 @@ each owner), `Gather` (all at once). In each the next shard is in flight while t
 used. Per rank a forward walk sends (D-1)/D of the weights, a backward walk the same for the weights
 and once more, in the gradients' dtype, for dW.
 
-Walks over one stream do not nest and are never left half-way, so all share two slots of memory.
+A walk can be begun before its time: `prefetch` starts its first transfer while another walk, over
+this stream or another, still computes with its last shard. What arrives lands in one of two slots
+in turn, which all walks of a stream share. Walks over one stream do not nest.
+
+All transfers are asynchronous operations of torch.distributed. On CUDA these run on the
+communicator's own stream, after what the current stream has been given, and `wait` makes the
+current stream wait for them; a slot is written again only after its last reader was issued.
+
 A group is a torch.distributed process group, or None for one rank alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_tsp.gradients import Gradients, wait_all
+
 Shards = Sequence[Tensor]
 
 
-class Gradients:
-    """dW of the shards in hand, summed over tokens and, by the walk, over ranks.
-
-    Args:
-        shards: the own shards; the results have their shapes.
-        needed: which of them need a gradient (all by default); for the others nothing is computed
-            or sent. The same on every rank.
-        dtype: of the sum. By default fp32 for shards of lower precision, so that the error does
-            not grow with D; otherwise the shards' own.
-    """
-
-    def __init__(
-        self,
-        shards: Shards,
-        needed: Sequence[bool] | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        self.needed = list(needed) if needed is not None else [True] * len(shards)
-        self.templates = [
-            shard.new_empty(0, dtype=dtype or torch.promote_types(shard.dtype, torch.float32))
-            for shard in shards
-        ]
-        self.shapes = [shard.shape for shard in shards]
-        self.result: list[Tensor | None] = [None] * len(shards)
-        self._pending: list[dist.Work] = []
-
-    def empty(self) -> list[Tensor]:
-        """New tensors for the needed gradients."""
-        kept = zip(self.templates, self.shapes, self.needed, strict=True)
-        return [t.new_empty(shape) for t, shape, needed in kept if needed]
-
-    def begin(self, targets: list[Tensor], partial: bool, pending: Sequence[dist.Work] = ()):
-        """Sum into `targets` from now on; `partial`: they hold a sum once `pending` is done."""
-        at = iter(targets)
-        self._targets = [next(at) if needed else None for needed in self.needed]
-        self._holds_sum = [partial] * len(self.needed)
-        self._pending = list(pending)
-
-    def add_product(self, index: int, dy: Tensor, x: Tensor) -> None:
-        """dW[index] += dyᵀ·x, for dy [N, out] and x [N, in]; nothing where not needed."""
-        if not self.needed[index]:
-            return
-        self.wait()
-        target = self._targets[index]
-        if target.dtype != x.dtype:
-            self.add(index, dy.t() @ x)
-        elif self._holds_sum[index]:
-            target.addmm_(dy.t(), x)
-        else:
-            torch.mm(dy.t(), x, out=target)
-            self._holds_sum[index] = True
-
-    def add(self, index: int, value: Tensor) -> None:
-        """dW[index] += value; nothing where not needed."""
-        if not self.needed[index]:
-            return
-        self.wait()
-        if self._holds_sum[index]:
-            self._targets[index].add_(value)
-        else:
-            self._targets[index].copy_(value)
-            self._holds_sum[index] = True
-
-    def wait(self) -> None:
-        """Wait for the partial sum that is still on its way."""
-        for work in self._pending:
-            work.wait()
-        self._pending = []
-
-    def end(self) -> list[Tensor]:
-        """The targets, complete for this rank; zero where nothing was added."""
-        self.wait()
-        for target, holds_sum in zip(self._targets, self._holds_sum, strict=True):
-            if target is not None and not holds_sum:
-                target.zero_()
-        return [target for target in self._targets if target is not None]
-
-    def finish(self, targets: list[Tensor]) -> None:
-        """Take `targets` as the result."""
-        at = iter(targets)
-        self.result = [next(at) if needed else None for needed in self.needed]
-
-
 class Slots:
-    """Two buffers that all walks share, grown to the largest shards seen and then kept."""
+    """Two buffers, used in turn, grown to the largest shards seen and then kept."""
 
     _ALIGNMENT = 256  # bytes; what allocators give, and kernels like
 
     def __init__(self):
         self._memory: list[Tensor | None] = [None, None]
+        self._turn = 0
 
-    def views(self, slot: int, shapes: Sequence[torch.Size], likes: Shards) -> list[Tensor]:
-        """Tensors of these shapes, with the dtypes and device of `likes`, in slot 0 or 1."""
+    def take(self, shapes: Sequence[torch.Size], likes: Shards) -> list[Tensor]:
+        """Tensors of these shapes, with the dtypes and device of `likes`, in the next slot."""
+        if not likes:
+            return []
+        self._turn = 1 - self._turn
         offsets, total = [], 0
         for shape, like in zip(shapes, likes, strict=True):
             offsets.append(total)
             size = shape.numel() * like.element_size()
             total += -(-size // self._ALIGNMENT) * self._ALIGNMENT
-        memory = self._memory[slot]
-        if likes and (memory is None or memory.numel() < total or memory.device != likes[0].device):
+        memory = self._memory[self._turn]
+        if memory is None or memory.numel() < total or memory.device != likes[0].device:
             memory = torch.empty(total, dtype=torch.uint8, device=likes[0].device)
-            self._memory[slot] = memory
+            self._memory[self._turn] = memory
         return [
             memory[at : at + shape.numel() * like.element_size()].view(like.dtype).view(shape)
             for at, shape, like in zip(offsets, shapes, likes, strict=True)
         ]
 
 
-def wait_all(works: Sequence[dist.Work]) -> None:
-    """Wait for each of `works`."""
-    for work in works:
-        work.wait()
+class Arrival(NamedTuple):
+    """Shards on their way, and the operations to wait for."""
+
+    shards: Shards
+    works: Sequence[dist.Work]
+
+    def wait(self) -> Shards:
+        """The shards, arrived."""
+        wait_all(self.works)
+        return self.shards
+
+
+Then = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
 
 
 class Stream:
-    """What the schedules share: the group, the rank's place in it, and the slots."""
+    """What the schedules share: the group, the rank's place in it, the slots, the prefetch."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        self._weight_slots = Slots()
-        self._grad_slots = Slots()
+        self._weight_slots, self._grad_slots = Slots(), Slots()
+        self._begun: tuple[object, Arrival] | None = None
 
-    def forward(self, shards: Shards) -> Iterator[tuple[int, Shards]]:
-        """Yield (owner, the owner's shards) for all D owners; valid until the next step."""
+    def prefetch(self, shards: Shards, backward: bool) -> None:
+        """Start the first transfer of the next walk, which is over `shards`."""
+        if self.size > 1 and self._begun is None:
+            self._begun = self._key(shards, backward), self._first(shards, backward)
+
+    def forward(self, shards: Shards, then: Then = _nothing) -> Iterator[tuple[int, Shards]]:
+        """Yield (owner, the owner's shards) for all D owners; valid until the next step.
+
+        `then` is called when nothing of this walk is left to send, before its last shard is used.
+        """
         raise NotImplementedError
 
-    def backward(self, shards: Shards, grads: Gradients) -> Iterator[tuple[int, Shards]]:
+    def backward(
+        self, shards: Shards, grads: Gradients, then: Then = _nothing
+    ) -> Iterator[tuple[int, Shards]]:
         """The same, once more; what is added to `grads` in a step goes to the step's owner."""
         raise NotImplementedError
 
-    def _weights_in(self, slot: int, shards: Shards) -> list[Tensor]:
-        return self._weight_slots.views(slot, [s.shape for s in shards], shards)
+    def _first(self, shards: Shards, backward: bool) -> Arrival:
+        """Start a walk's first transfer."""
+        raise NotImplementedError
 
-    def _grads_in(self, slot: int, grads: Gradients) -> list[Tensor]:
+    def _begin(self, shards: Shards, backward: bool) -> Arrival:
+        """The walk's first transfer: the one that is under way, or started now."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            if begun[0] == self._key(shards, backward):
+                return begun[1]
+            begun[1].wait()  # it was for a walk that did not come
+        return self._first(shards, backward)
+
+    @staticmethod
+    def _key(shards: Shards, backward: bool) -> object:
+        return backward, *(shard.data_ptr() for shard in shards)
+
+    def _slot(self, shards: Shards) -> list[Tensor]:
+        return self._weight_slots.take([shard.shape for shard in shards], shards)
+
+    def _grad_slot(self, grads: Gradients) -> list[Tensor]:
         kept = [i for i, needed in enumerate(grads.needed) if needed]
         shapes = [grads.shapes[i] for i in kept]
-        return self._grad_slots.views(slot, shapes, [grads.templates[i] for i in kept])
+        return self._grad_slots.take(shapes, [grads.templates[i] for i in kept])
 
 
 class Ring(Stream):
@@ -177,93 +148,92 @@ class Ring(Stream):
     follows one step behind: it is complete when it is home, after D-1 hops and not D.
     """
 
-    def forward(self, shards):
+    def forward(self, shards, then=_nothing):
         held = shards
         for step in range(self.size):
             last = step == self.size - 1
-            if not last:
-                arriving = self._weights_in(step % 2, shards)
-                works = self._hop(held, arriving)
+            if last:
+                then()
+            else:
+                arrival = self._begin(shards, False) if step == 0 else self._hop(held)
             yield (self.rank - step) % self.size, held
             if not last:
-                wait_all(works)
-                held = arriving
+                held = arrival.wait()
 
-    def backward(self, shards, grads):
-        if self.size > 1:
-            arriving = self._weights_in(0, shards)
-            works = self._hop(shards, arriving)
-        carried, carrying = None, []
+    def backward(self, shards, grads, then=_nothing):
+        arrival = self._begin(shards, True) if self.size > 1 else None
+        carried = Arrival((), ())
         for step in range(self.size):
             last = step == self.size - 1
+            held = shards if last else arrival.wait()
             if last:
-                held = shards
-            else:
-                wait_all(works)
-                held = arriving
-                if step < self.size - 2:
-                    arriving = self._weights_in((step + 1) % 2, shards)
-                    works = self._hop(held, arriving)
+                then()
+            elif step < self.size - 2:
+                arrival = self._hop(held)
             if step == 0:
-                carried = grads.empty() if last else self._grads_in(0, grads)
-            grads.begin(carried, partial=step > 0, pending=carrying)
+                carried = Arrival(grads.empty() if last else self._grad_slot(grads), ())
+            grads.begin(carried.shards, partial=step > 0, pending=carried.works)
             yield (self.rank - 1 - step) % self.size, held
-            complete = grads.end()
-            if last:
-                grads.finish(complete)
-            else:
-                home_next = step == self.size - 2
-                carried = grads.empty() if home_next else self._grads_in((step + 1) % 2, grads)
-                carrying = self._hop(complete, carried)
+            summed = grads.end()
+            if not last:
+                homeward = step == self.size - 2
+                into = grads.empty() if homeward else self._grad_slot(grads)
+                carried = self._exchange(summed, into)
+        grads.finish(summed)
 
-    def _hop(self, send: Shards, receive: Shards) -> list[dist.Work]:
-        """Send to the next rank and receive from the previous one, as one group of operations."""
+    def _first(self, shards, backward):
+        return self._hop(shards)
+
+    def _hop(self, held: Shards) -> Arrival:
+        return self._exchange(held, self._slot(held))
+
+    def _exchange(self, send: Shards, receive: Shards) -> Arrival:
+        """Send to the next rank, receive from the previous one, as one group of operations."""
         if not send:
-            return []
+            return Arrival((), ())
         following = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         previous = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
         ops = [dist.P2POp(dist.isend, t.contiguous(), following, self.group) for t in send]
         ops += [dist.P2POp(dist.irecv, t, previous, self.group) for t in receive]
-        return dist.batch_isend_irecv(ops)
+        return Arrival(receive, dist.batch_isend_irecv(ops))
 
 
 class Broadcast(Stream):
     """From each owner in turn to all; dW is reduced to the owner."""
 
-    def forward(self, shards):
-        yield from self._walk(shards)
+    def forward(self, shards, then=_nothing):
+        yield from self._walk(shards, False, then)
 
-    def backward(self, shards, grads):
-        reducing: list[list[dist.Work]] = [[], []]
-        home = grads.empty()
-        for owner, held in self._walk(shards):
-            slot = owner % 2
-            wait_all(reducing[slot])  # the slot's last dW has left
-            mine = owner == self.rank
-            grads.begin(home if mine else self._grads_in(slot, grads), partial=False)
+    def backward(self, shards, grads, then=_nothing):
+        home, leaving = grads.empty(), [(), ()]
+        for owner, held in self._walk(shards, True, then):
+            wait_all(leaving.pop(0))  # the dW whose slot is used again has left
+            grads.begin(home if owner == self.rank else self._grad_slot(grads), partial=False)
             yield owner, held
-            reducing[slot] = [self._reduce(t, owner) for t in grads.end()] if self.size > 1 else []
-        wait_all(reducing[0] + reducing[1])
+            leaving.append([self._reduce(t, owner) for t in grads.end()])
+        wait_all([work for works in leaving for work in works])
         grads.finish(home)
 
-    def _walk(self, shards):
-        held, works = self._send(0, shards)
+    def _walk(self, shards, backward, then):
+        arrival = self._begin(shards, backward)
         for owner in range(self.size):
-            wait_all(works)
-            current = held
+            held = arrival.wait()
             if owner + 1 < self.size:
-                held, works = self._send(owner + 1, shards)
-            yield owner, current
+                arrival = self._send(owner + 1, shards)
+            else:
+                then()
+            yield owner, held
 
-    def _send(self, owner: int, shards: Shards) -> tuple[Shards, list[dist.Work]]:
+    def _first(self, shards, backward):
+        return self._send(0, shards)
+
+    def _send(self, owner: int, shards: Shards) -> Arrival:
         if self.size == 1:
-            return shards, []
-        mine = owner == self.rank
-        tensors = [s.contiguous() for s in shards] if mine else self._weights_in(owner % 2, shards)
+            return Arrival(shards, ())
+        tensors = [s.contiguous() for s in shards] if owner == self.rank else self._slot(shards)
         source = dist.get_global_rank(self.group, owner)
-        return tensors, [
-            dist.broadcast(t, source, group=self.group, async_op=True) for t in tensors
-        ]
+        works = [dist.broadcast(t, source, group=self.group, async_op=True) for t in tensors]
+        return Arrival(tensors, works)
 
     def _reduce(self, tensor: Tensor, owner: int) -> dist.Work:
         target = dist.get_global_rank(self.group, owner)
@@ -273,18 +243,18 @@ class Broadcast(Stream):
 class Gather(Stream):
     """All shards at once, as ZeRO-3: one all-gather, one reduce-scatter, D shards of memory."""
 
-    def forward(self, shards):
-        gathered = self._all(shards)
-        for step in range(self.size):
-            owner = (self.rank + step) % self.size
+    def forward(self, shards, then=_nothing):
+        gathered = self._begin(shards, False).wait()
+        then()
+        for owner in self._owners():
             yield owner, [whole[owner] for whole in gathered]
 
-    def backward(self, shards, grads):
-        gathered = self._all(shards)
+    def backward(self, shards, grads, then=_nothing):
+        gathered = self._begin(shards, True).wait()
+        then()
         home = grads.empty()
-        whole_grads = [t.new_empty(self.size, *t.shape) for t in home]
-        for step in range(self.size):
-            owner = (self.rank + step) % self.size
+        whole_grads = self._grad_slots.take([self._whole(t) for t in home], home)
+        for owner in self._owners():
             grads.begin([whole[owner] for whole in whole_grads], partial=False)
             yield owner, [whole[owner] for whole in gathered]
             grads.end()
@@ -295,18 +265,22 @@ class Gather(Stream):
                 dist.reduce_scatter_tensor(own, whole.flatten(0, 1), group=self.group)
         grads.finish(home)
 
-    def _all(self, shards: Shards) -> list[Tensor]:
-        """[D, *shard.shape] of each weight."""
+    def _owners(self) -> list[int]:
+        """The own shard first: the ranks then read different memory at a time."""
+        return [(self.rank + step) % self.size for step in range(self.size)]
+
+    def _whole(self, shard: Tensor) -> torch.Size:
+        return torch.Size((self.size, *shard.shape))
+
+    def _first(self, shards, backward):
         if self.size == 1:
-            return [shard[None] for shard in shards]
-        whole = [shard.new_empty(self.size, *shard.shape) for shard in shards]
-        works = [
+            return Arrival([shard[None] for shard in shards], ())
+        whole = self._weight_slots.take([self._whole(shard) for shard in shards], shards)
+        return Arrival(whole, [
             # gloo wants the concatenated shape
             dist.all_gather_into_tensor(w.flatten(0, 1), s.contiguous(), self.group, async_op=True)
             for w, s in zip(whole, shards, strict=True)
-        ]
-        wait_all(works)
-        return whole
+        ])  # fmt: skip
 
 
 SCHEDULES = {"ring": Ring, "broadcast": Broadcast, "gather": Gather}

@@ -12,7 +12,9 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from ranks import RankFailed, run
 
 from megatron_tsp import zigzag
+from megatron_tsp.gradients import Gradients
 from megatron_tsp.layers import core_attention, embedding, linear, loss, mlp, norm
+from megatron_tsp.layers.block import Block
 from megatron_tsp.streaming import stream
 
 SEQ, BATCH, HIDDEN = 48, 2, 24  # 48 = 2 x 24: cut by D = 1, 2, 3, 4
@@ -263,7 +265,8 @@ class Loss(Case):
         x = _local(x, degree, rank).requires_grad_()
         w = _rows(w, degree, rank).requires_grad_()
         group = dist.group.WORLD
-        value = loss.cross_entropy(x, w, labels, stream("ring", group), group, self.chunk)
+        block = Block(stream("ring", group), "loss", True, lambda: (w,))
+        value = loss.cross_entropy(x, w, labels, block, group, self.chunk)
         value.backward(dloss)
         return {"loss": value, "dx": x.grad, "dw": w.grad}
 
@@ -286,7 +289,11 @@ class Norm(Case):
         self.normalization = normalization
 
     def whole(self):
-        return random(SEQ, BATCH, HIDDEN), random(HIDDEN, seed=1), random(SEQ, BATCH, HIDDEN, seed=3)
+        return (
+            random(SEQ, BATCH, HIDDEN),
+            random(HIDDEN, seed=1),
+            random(SEQ, BATCH, HIDDEN, seed=3),
+        )
 
     def sharded(self, degree, rank):
         x, w, dy = self.whole()
@@ -391,8 +398,8 @@ def _break(what):
             lambda ctx, dwhole: (2 * backward(ctx, dwhole)[0], None)
         )
     elif what == "dropped dW":
-        add = mlp.Gradients.add_product
-        mlp.Gradients.add_product = lambda self, index, dy, x: (
+        add = Gradients.add_product
+        Gradients.add_product = lambda self, index, dy, x: (
             add(self, index, dy, x) if dist.get_rank() else add(self, index, 0 * dy, x)
         )
 

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from layers_common import random
 from ranks import RankFailed, run
 
-from megatron_tsp.streaming import SCHEDULES, Gradients, stream
+from megatron_tsp.gradients import Gradients
+from megatron_tsp.streaming import SCHEDULES, stream
 
 SHAPES = ((3, 4), (4, 5), (3,))
 
@@ -64,9 +65,7 @@ def test_frozen_shards_get_no_gradient(schedule):
 def test_low_precision_gradients_are_summed_in_fp32(schedule):
     for rank, result in enumerate(run(_walk, 4, schedule, 4, torch.bfloat16, None)):
         assert result[0].dtype == torch.float32
-        torch.testing.assert_close(
-            result[0].double(), _expected(4, rank)[0], rtol=2e-2, atol=2e-1
-        )
+        torch.testing.assert_close(result[0].double(), _expected(4, rank)[0], rtol=2e-2, atol=2e-1)
 
 
 def _dropped_contribution(schedule):

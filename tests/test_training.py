@@ -1,4 +1,4 @@
-"""The entry, end to end: Megatron's `pretrain` with `--tsp-size`, against TP 1 and through files."""
+"""The entry, end to end: Megatron's `pretrain` with `--tsp-size`, against TP 1; checkpoints."""
 
 import re
 from functools import cache
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from training import grad_norms, losses, train
 
 from megatron_tsp import zigzag
+from megatron_tsp.gradients import Gradients
 from megatron_tsp.layers.core_attention import _Layout
 
 ULP = 4.8e-7  # of an fp32 loss between 4 and 8
@@ -93,10 +94,8 @@ def _wrong_order():
 
 
 def _dropped_dw():
-    from megatron_tsp.layers import mlp
-
-    add = mlp.Gradients.add_product
-    mlp.Gradients.add_product = lambda self, index, dy, x: add(
+    add = Gradients.add_product
+    Gradients.add_product = lambda self, index, dy, x: add(
         self, index, dy if dist.get_rank() else 0 * dy, x
     )
 

@@ -2,8 +2,8 @@
 
 Megatron derives the heads of a partition from `pg_collection.tp` and gives its linears the same
 group. Here the two part: the attention sees one rank holding all heads (tp of one rank), and the
-linears the TSP group that holds their shards. Its `cp` group is the TSP group, over which the tokens
-are spread, so that K/V exchange and RoPE follow the zigzag.
+linears the TSP group that holds their shards. Its `cp` group is the TSP group, over which the
+tokens are spread, so that K/V exchange and RoPE follow the zigzag.
 """
 
 import copy
@@ -13,6 +13,10 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_tsp.errors import TSPError
+from megatron_tsp.layers.rope import rotate
 
 
 class TSPSelfAttention(SelfAttention):
@@ -40,6 +44,36 @@ class TSPSelfAttention(SelfAttention):
         super().__init__(config, submodules, *args, pg_collection=local, **kwargs)
         # What is saved is sharded, or replicated, over the TSP group.
         self.tp_group = shards
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        **unsupported,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's, for training: (output [s/D, b, h], the projection's bias or None).
+
+        Raises:
+            TSPError: for an inference context, packed sequences, or another argument of
+                Megatron's that is not carried.
+        """
+        for name, value in unsupported.items():
+            if value is not None:
+                raise TSPError(f"TSP attention does not carry {name}")
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        if rotary_pos_emb is not None:
+            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            mscale = self._yarn_concentration_factor
+            query, key = (
+                rotate(t, angles, self.config.rotary_interleaved, mscale)
+                for t, angles in zip((query, key), pair, strict=True)
+            )
+        attend = self.core_attention
+        if self.checkpoint_core_attention and self.training:
+            attend = self._checkpointed_attention_forward
+        attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
+        return self.linear_proj(attended)
 
 
 def _over(group: dist.ProcessGroup, linear):

@@ -48,7 +48,7 @@ class _Layout(NamedTuple):
         return [low, high]
 
     def full(self) -> list[tuple[slice, slice] | None]:
-        """For each diagonal: (local queries, the keys that they all see), None if there are none."""
+        """For each diagonal: (local queries, keys that they all see), None if there are none."""
         c, r, d = self.chunk, self.rank, self.size
         if d == 1:
             return [None]
@@ -66,7 +66,7 @@ class _Exchange:
         self.group, self.layout = group, layout
 
     def gather(self, kv: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Start to gather the local [s/D, ...]; returns [s, ...], high chunks first, and the works."""
+        """Start to gather [s/D, ...]; returns [s, ...], high chunks first, and the works."""
         d, c = self.layout.size, self.layout.chunk
         if d == 1:
             return kv, []
@@ -78,7 +78,7 @@ class _Exchange:
         ]
 
     def scatter(self, dkv: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Start to sum [s, ...] over ranks, each its own tokens; returns [s/D, ...] and the works."""
+        """Start to sum [s, ...] over ranks, to the tokens' owners; returns [s/D, ...], works."""
         d, c = self.layout.size, self.layout.chunk
         if d == 1:
             return dkv, []

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_tsp import parallel_state
 from megatron_tsp.errors import TSPError
-from megatron_tsp.streaming import Gradients, Stream, stream
-from megatron_tsp.traffic import block
+from megatron_tsp.layers.block import Block, deliver
+from megatron_tsp.layers.norm import Normalize, make_parameters
+from megatron_tsp.streaming import stream
 
 
 def _features(owner: int, size: int) -> slice:
@@ -21,88 +22,111 @@ def _features(owner: int, size: int) -> slice:
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """y[:, owner's part] = x·W_ownerᵀ + b_owner, for each owner."""
+    """y[:, owner's part] = norm(x)·W_ownerᵀ + b_owner, for each owner; the norm may be absent.
+
+    Saved are x and the norm's row statistics: norm(x) comes back in the backward.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, walk: Stream, kind: str):
-        ctx.walk, ctx.kind, ctx.has_bias = walk, kind, bias is not None
-        shards = (weight, bias) if ctx.has_bias else (weight,)
-        ctx.save_for_backward(x, *shards)
-        part = weight.size(0)
+    def forward(ctx, x, weight, bias, gamma, beta, normalize: Normalize | None, block, training):
+        ctx.block, ctx.normalize = block, normalize
+        ctx.shards = (weight,) if bias is None else (weight, bias)
         rows = x.reshape(-1, x.size(-1))
-        y = rows.new_empty(rows.size(0), walk.size * part)
-        with block(kind):
-            for owner, (w, *b) in walk.forward(shards):
-                columns = y[:, _features(owner, part)]
-                if b:
-                    torch.addmm(b[0], rows, w.t(), out=columns)
-                else:
-                    torch.mm(rows, w.t(), out=columns)
+        statistics = None
+        if normalize is not None:
+            normal, statistics = normalize.forward(rows, gamma, beta)
+        else:
+            normal = rows
+        ctx.save_for_backward(x, gamma, beta, statistics)
+        part = weight.size(0)
+        y = rows.new_empty(rows.size(0), block.stream.size * part)
+        for owner, (w, *b) in block.forward(ctx.shards, training):
+            columns = y[:, _features(owner, part)]
+            if b:
+                torch.addmm(b[0], normal, w.t(), out=columns)
+            else:
+                torch.mm(normal, w.t(), out=columns)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
-        x, *shards = ctx.saved_tensors
-        part = shards[0].size(0)
+        x, gamma, beta, statistics = ctx.saved_tensors
+        part, normalize = ctx.shards[0].size(0), ctx.normalize
         rows, dy = x.reshape(-1, x.size(-1)), dy.reshape(-1, dy.size(-1))
-        grads = Gradients(shards, ctx.needs_input_grad[1 : 1 + len(shards)])
-        dx = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
-        with block(ctx.kind):
-            for owner, (w, *_) in ctx.walk.backward(shards, grads):
-                dy_part = dy[:, _features(owner, part)]
-                if dx is not None:
-                    dx.addmm_(dy_part, w)
-                grads.add_product(0, dy_part, rows)
-                if ctx.has_bias:
-                    grads.add(1, dy_part.sum(0))
-        dw, db = (*grads.result, None)[:2]
-        return (dx.view_as(x) if dx is not None else None), dw, db, None, None
+        normal = rows
+        if normalize is not None:
+            normal = normalize.again(rows, gamma, beta, statistics)
+        grads = ctx.block.gradients(ctx.shards, ctx.needs_input_grad[1 : 1 + len(ctx.shards)])
+        dx = torch.zeros_like(rows) if ctx.needs_input_grad[0] or normalize is not None else None
+        for owner, (w, *b) in ctx.block.backward(ctx.shards, grads):
+            dy_part = dy[:, _features(owner, part)]
+            if dx is not None:
+                dx.addmm_(dy_part, w)
+            grads.add_product(0, dy_part, normal)
+            if b:
+                grads.add(1, dy_part.sum(0))
+        dw, db = (*deliver(ctx.shards, grads), None)[:2]
+        dgamma = dbeta = None
+        if normalize is not None:
+            dx, dgamma, dbeta = normalize.backward(dx, rows, gamma, beta, statistics)
+        return (None if dx is None else dx.view_as(x)), dw, db, dgamma, dbeta, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     """y = Σ over owners of x[:, owner's part]·W_ownerᵀ."""
 
     @staticmethod
-    def forward(ctx, x, weight, walk: Stream, kind: str):
-        ctx.walk, ctx.kind = walk, kind
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, weight, block, training):
+        ctx.block, ctx.shards = block, (weight,)
+        ctx.save_for_backward(x)
         part = weight.size(1)
         rows = x.reshape(-1, x.size(-1))
         y = rows.new_zeros(rows.size(0), weight.size(0))
-        with block(kind):
-            for owner, (w,) in walk.forward((weight,)):
-                y.addmm_(rows[:, _features(owner, part)], w.t())
+        for owner, (w,) in block.forward(ctx.shards, training):
+            y.addmm_(rows[:, _features(owner, part)], w.t())
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        part = weight.size(1)
+        (x,) = ctx.saved_tensors
+        part = ctx.shards[0].size(1)
         rows, dy = x.reshape(-1, x.size(-1)), dy.reshape(-1, dy.size(-1))
-        grads = Gradients((weight,), ctx.needs_input_grad[1:2])
+        grads = ctx.block.gradients(ctx.shards, ctx.needs_input_grad[1:2])
         dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        with block(ctx.kind):
-            for owner, (w,) in ctx.walk.backward((weight,), grads):
-                columns = _features(owner, part)
-                if dx is not None:
-                    torch.mm(dy, w, out=dx[:, columns])
-                grads.add_product(0, dy, rows[:, columns])
-        return (dx.view_as(x) if dx is not None else None), grads.result[0], None, None
+        for owner, (w,) in ctx.block.backward(ctx.shards, grads):
+            columns = _features(owner, part)
+            if dx is not None:
+                torch.mm(dy, w, out=dx[:, columns])
+            grads.add_product(0, dy, rows[:, columns])
+        (dw,) = deliver(ctx.shards, grads)
+        return (None if dx is None else dx.view_as(x)), dw, None, None
 
 
-def _refuse(module, **settings) -> None:
-    """Raise for constructor arguments whose meaning TSP would not keep."""
-    for name, value in settings.items():
-        if value:
-            raise TSPError(f"{type(module).__name__}: {name}={value} is not supported by TSP")
+class _Streamed:
+    """What the linears share: their block, and refusals."""
+
+    def set_block(self, schedule: str, kind: str, wide_grads: bool) -> None:
+        """Choose how the shards travel, and what this is counted under."""
+        walk = stream(schedule, parallel_state.weight_group(self.tp_group))
+        self.block = Block(walk, kind, wide_grads, self._fetch)
+
+    def _fetch(self) -> tuple[Tensor, ...]:
+        weight, bias = self(None, shards_only=True)[:2]
+        return (weight,) if bias is None or self.skip_bias_add else (weight, bias)
+
+    def _refuse(self, **settings) -> None:
+        for name, value in settings.items():
+            if value:
+                raise TSPError(f"{type(self).__name__}: {name}={value} is not supported by TSP")
 
 
-class TSPColumnParallelLinear(ColumnParallelLinear):
+class TSPColumnParallelLinear(_Streamed, ColumnParallelLinear):
     """Y = X·Aᵀ + b for A sharded along its output features.
 
     Args as `ColumnParallelLinear`, and:
         schedule: how the shards travel, a key of `streaming.SCHEDULES`.
         kind: the block that its traffic is counted under.
+        wide_grads: sum dW of low-precision weights in fp32.
 
     Input [s/D, b, in], output [s/D, b, out]: the local tokens, all features, in the input's dtype.
 
@@ -110,18 +134,20 @@ class TSPColumnParallelLinear(ColumnParallelLinear):
         TSPError: for `gather_output` and `is_expert`.
     """
 
-    def __init__(self, *args, schedule: str = "broadcast", kind: str = "attention", **kwargs):
+    def __init__(
+        self,
+        *args,
+        schedule: str = "broadcast",
+        kind: str = "attention",
+        wide_grads: bool = True,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
-        _refuse(self, gather_output=self.gather_output, is_expert=self.is_expert)
-        self.set_schedule(schedule, kind)
-
-    def set_schedule(self, schedule: str, kind: str) -> None:
-        """Choose how the shards travel, and the block that this is counted under."""
-        self.walk = stream(schedule, parallel_state.weight_group(self.tp_group))
-        self.kind = kind
+        self._refuse(gather_output=self.gather_output, is_expert=self.is_expert)
+        self.set_block(schedule, kind, wide_grads)
 
     def forward(self, input_, weight=None, runtime_gather_output=None, *, shards_only=False):
-        """As Megatron's: (output, the bias where `skip_bias_add`: all features, gathered).
+        """As Megatron's: (output, None).
 
         With `shards_only` it returns (weight, bias), this rank's shards, and computes nothing: a
         fused block gets at the weights through the module's call, because Megatron's
@@ -133,17 +159,38 @@ class TSPColumnParallelLinear(ColumnParallelLinear):
             return weight, self.bias
         if runtime_gather_output:
             raise TSPError("TSP linears return local tokens with all features: nothing to gather")
-        bias = None if self.skip_bias_add else self.bias
-        output = _ColumnLinear.apply(input_, weight, bias, self.walk, self.kind)
         if self.skip_bias_add and self.bias is not None:
             raise TSPError("skip_bias_add needs a fused block: the bias is sharded, tokens are not")
-        return output, None
+        training = torch.is_grad_enabled()
+        norm = self.norm()
+        return _ColumnLinear.apply(input_, weight, self.bias, *norm, self.block, training), None
+
+    def norm(self) -> tuple[Tensor | None, Tensor | None, Normalize | None]:
+        """(weight, bias, function) of a norm that comes first; none here."""
+        return None, None, None
 
 
-class TSPRowParallelLinear(RowParallelLinear):
+class TSPLayerNormColumnParallelLinear(TSPColumnParallelLinear):
+    """Y = norm(X)·Aᵀ + b: the norm that the config names, then the linear.
+
+    Parameters are named as in Transformer Engine's module of this kind, which is how Megatron's
+    checkpoints name a layer's norms anyway. norm(X) is not kept for the backward.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight, self.layer_norm_bias = make_parameters(config, input_size)
+        self.normalize = Normalize.of(config)
+
+    def norm(self):
+        """(weight, bias, function) of the norm."""
+        return self.layer_norm_weight, self.layer_norm_bias, self.normalize
+
+
+class TSPRowParallelLinear(_Streamed, RowParallelLinear):
     """Y = X·Aᵀ + b for A sharded along its input features; b is whole on every rank.
 
-    Args as `RowParallelLinear`, and `schedule` and `kind` as `TSPColumnParallelLinear`.
+    Args as `RowParallelLinear`, and `schedule`, `kind`, `wide_grads` as `TSPColumnParallelLinear`.
 
     Input [s/D, b, in], output [s/D, b, out]: the local tokens, all features, in the input's dtype.
 
@@ -151,20 +198,29 @@ class TSPRowParallelLinear(RowParallelLinear):
         TSPError: for `is_expert`.
     """
 
-    def __init__(self, *args, schedule: str = "broadcast", kind: str = "attention", **kwargs):
+    def __init__(
+        self,
+        *args,
+        schedule: str = "broadcast",
+        kind: str = "attention",
+        wide_grads: bool = True,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
-        _refuse(self, is_expert=self.is_expert)
-        self.walk = stream(schedule, parallel_state.weight_group(self.tp_group))
-        self.kind = kind
+        self._refuse(is_expert=self.is_expert)
+        self.set_block(schedule, kind, wide_grads)
         if self.bias is not None:
             # Each rank sees its own tokens only: Megatron sums such gradients over the group.
             self.bias.sequence_parallel = True
+
+    def _fetch(self) -> tuple[Tensor, ...]:
+        return self(None, shards_only=True)[:1]  # the bias does not travel
 
     def forward(self, input_: Tensor | None, *, shards_only=False):
         """As Megatron's: (output, the bias where `skip_bias_add`); `shards_only` as above."""
         if shards_only:
             return self.weight, self.bias
-        output = _RowLinear.apply(input_, self.weight, self.walk, self.kind)
+        output = _RowLinear.apply(input_, self.weight, self.block, torch.is_grad_enabled())
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None

@@ -1,6 +1,6 @@
 """Cross-entropy with the vocabulary streamed: the output weights go round, tokens stay.
 
-The softmax over the vocabulary is built up shard by shard with a running maximum and sum (the online
+The softmax over the vocabulary is built up shard by shard with a running maximum and sum (online
 softmax, arXiv 1805.02867), so no more than a [chunk, V/D] block of logits ever exists, forward or
 backward; the backward computes the logits again.
 """
@@ -10,48 +10,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tsp import zigzag
-from megatron_tsp.streaming import Gradients, Stream
-from megatron_tsp.traffic import block
+from megatron_tsp.layers.block import Block, deliver
+from megatron_tsp.traffic import block as label
 
 
 class _VocabStreamedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, walk: Stream, chunk: int):
-        ctx.walk, ctx.chunk = walk, chunk
+    def forward(ctx, x, weight, labels, block: Block, chunk: int, training: bool):
+        ctx.block, ctx.chunk, ctx.shards = block, chunk, (weight,)
         tokens, part = x.size(0), weight.size(0)
         wide = torch.promote_types(x.dtype, torch.float32)
         maximum = x.new_full((tokens,), -torch.inf, dtype=wide)
         total, target = (x.new_zeros(tokens, dtype=wide) for _ in range(2))
-        with block("loss"):
-            for owner, (w,) in walk.forward((weight,)):
-                for rows in _chunks(tokens, chunk):
-                    logits = (x[rows] @ w.t()).to(wide)
-                    label, mine = _local(labels[rows], owner, part)
-                    target[rows] += logits.gather(1, label[:, None]).squeeze(1) * mine
-                    above = torch.maximum(maximum[rows], logits.amax(1))
-                    total[rows] *= (maximum[rows] - above).exp_()
-                    total[rows] += logits.sub_(above[:, None]).exp_().sum(1)
-                    maximum[rows] = above
-        ctx.save_for_backward(x, weight, labels, maximum, total)
+        for owner, (w,) in block.forward(ctx.shards, training):
+            for rows in _chunks(tokens, chunk):
+                logits = (x[rows] @ w.t()).to(wide)
+                column, mine = _local(labels[rows], owner, part)
+                target[rows] += logits.gather(1, column[:, None]).squeeze(1) * mine
+                above = torch.maximum(maximum[rows], logits.amax(1))
+                total[rows] *= (maximum[rows] - above).exp_()
+                total[rows] += logits.sub_(above[:, None]).exp_().sum(1)
+                maximum[rows] = above
+        ctx.save_for_backward(x, labels, maximum, total)
         return total.log() - (target - maximum)
 
     @staticmethod
     def backward(ctx, dloss):
-        x, weight, labels, maximum, total = ctx.saved_tensors
-        tokens, part = x.size(0), weight.size(0)
-        grads = Gradients((weight,), ctx.needs_input_grad[1:2])
+        x, labels, maximum, total = ctx.saved_tensors
+        tokens, part = x.size(0), ctx.shards[0].size(0)
+        grads = ctx.block.gradients(ctx.shards, ctx.needs_input_grad[1:2])
         dx = torch.zeros_like(x)
-        with block("loss"):
-            for owner, (w,) in ctx.walk.backward((weight,), grads):
-                for rows in _chunks(tokens, ctx.chunk):
-                    logits = (x[rows] @ w.t()).to(maximum.dtype)
-                    dlogits = logits.sub_(maximum[rows, None]).exp_().div_(total[rows, None])
-                    label, mine = _local(labels[rows], owner, part)
-                    dlogits.scatter_add_(1, label[:, None], -mine[:, None].to(dlogits.dtype))
-                    dlogits = dlogits.mul_(dloss[rows, None]).to(x.dtype)
-                    dx[rows].addmm_(dlogits, w)
-                    grads.add_product(0, dlogits, x[rows])
-        return dx, grads.result[0], None, None, None
+        for owner, (w,) in ctx.block.backward(ctx.shards, grads):
+            for rows in _chunks(tokens, ctx.chunk):
+                logits = (x[rows] @ w.t()).to(maximum.dtype)
+                dlogits = logits.sub_(maximum[rows, None]).exp_().div_(total[rows, None])
+                column, mine = _local(labels[rows], owner, part)
+                dlogits.scatter_add_(1, column[:, None], -mine[:, None].to(dlogits.dtype))
+                dlogits = dlogits.mul_(dloss[rows, None]).to(x.dtype)
+                dx[rows].addmm_(dlogits, w)
+                grads.add_product(0, dlogits, x[rows])
+        return dx, *deliver(ctx.shards, grads), None, None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
@@ -78,7 +76,7 @@ class _GatherTokens(torch.autograd.Function):
         if ctx.size == 1:
             return local.t().contiguous()
         whole = local.new_empty(ctx.size * local.size(0), local.size(1))
-        with block("loss"):
+        with label("loss"):
             dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
         return zigzag.to_natural(whole, 0, ctx.size).t().contiguous()
 
@@ -91,7 +89,7 @@ def cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    walk: Stream,
+    block: Block,
     group: dist.ProcessGroup | None,
     chunk: int,
 ) -> Tensor:
@@ -101,7 +99,7 @@ def cross_entropy(
         hidden: [s/D, b, h], the local tokens in zigzag order.
         weight: [V/D, h], this rank's shard.
         labels: int64 [b, s], natural order, the same on all ranks.
-        walk: over the shards.
+        block: the walk over the shards.
         group: the ranks that the tokens are spread over.
         chunk: tokens whose logits exist at a time.
 
@@ -111,6 +109,6 @@ def cross_entropy(
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     local = zigzag.take(labels, 1, size, rank).t()  # [s/D, b]
     loss = _VocabStreamedCrossEntropy.apply(
-        hidden.flatten(0, 1), weight, local.flatten(), walk, chunk
+        hidden.flatten(0, 1), weight, local.flatten(), block, chunk, torch.is_grad_enabled()
     )
     return _GatherTokens.apply(loss.view(local.shape), group)

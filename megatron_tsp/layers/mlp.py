@@ -1,7 +1,8 @@
 """The MLP whose shards go round while the tokens stay: no all-reduce, no gathered activation.
 
-For each owner j, y += act(x·W1_jᵀ + b1_j)·W2_jᵀ on the local tokens, where act is gated or plain.
-Only x is saved; the hidden activations come back, shard by shard, in the backward walk.
+For each owner j, y += act(norm(x)·W1_jᵀ + b1_j)·W2_jᵀ on the local tokens, where act is gated or
+plain. Only x and the norm's row statistics are saved; the hidden activations come back, shard by
+shard, in the backward walk, unless they are asked to be kept.
 """
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.activation import Activation
-from megatron_tsp.streaming import Gradients, Stream
-from megatron_tsp.traffic import block
+from megatron_tsp.layers.block import Block, deliver
+from megatron_tsp.layers.norm import Normalize
 
 
 def _hidden(x: Tensor, w1: Tensor, b1: list[Tensor]) -> Tensor:
@@ -20,51 +21,81 @@ def _hidden(x: Tensor, w1: Tensor, b1: list[Tensor]) -> Tensor:
 
 class _StreamedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w2, b1, activation: Activation, walk: Stream):
-        ctx.activation, ctx.walk = activation, walk
-        shards = (w1, w2) if b1 is None else (w1, w2, b1)
-        ctx.save_for_backward(x, *shards)
+    def forward(ctx, x, w1, w2, b1, gamma, beta, normalize: Normalize | None, activation, block,
+                keep, training):  # fmt: skip
+        ctx.activation, ctx.block, ctx.normalize, ctx.keep = activation, block, normalize, keep
+        ctx.shards = (w1, w2) if b1 is None else (w1, w2, b1)
         rows = x.reshape(-1, x.size(-1))
+        normal, statistics = rows, None
+        if normalize is not None:
+            normal, statistics = normalize.forward(rows, gamma, beta)
         y = torch.zeros_like(rows)
-        with block("mlp"):
-            for _, (v1, v2, *c1) in walk.forward(shards):
-                y.addmm_(activation(_hidden(rows, v1, c1)), v2.t())
+        kept: list[Tensor | None] = [None] * block.stream.size
+        for owner, (v1, v2, *c1) in block.forward(ctx.shards, training):
+            hidden = _hidden(normal, v1, c1)
+            y.addmm_(activation(hidden), v2.t())
+            if keep and training:
+                kept[owner] = hidden
+        ctx.save_for_backward(x, gamma, beta, statistics, *kept)
         return y.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        x, *shards = ctx.saved_tensors
+        x, gamma, beta, statistics, *kept = ctx.saved_tensors
         rows, dy = x.reshape(-1, x.size(-1)), dy.reshape(-1, dy.size(-1))
-        needed = (*ctx.needs_input_grad[1:3], ctx.needs_input_grad[3])[: len(shards)]
-        grads = Gradients(shards, needed)
+        normal, normalize = rows, ctx.normalize
+        if normalize is not None:
+            normal = normalize.again(rows, gamma, beta, statistics)
+        grads = ctx.block.gradients(ctx.shards, ctx.needs_input_grad[1 : 1 + len(ctx.shards)])
         dx = torch.zeros_like(rows)
-        with block("mlp"):
-            for _, (v1, v2, *c1) in ctx.walk.backward(shards, grads):
-                active, dz = ctx.activation.backward(_hidden(rows, v1, c1), dy @ v2)
-                dx.addmm_(dz, v1)
-                grads.add_product(1, dy, active)
-                grads.add_product(0, dz, rows)
-                if c1:
-                    grads.add(2, dz.sum(0))
-        dw1, dw2, db1 = (*grads.result, None)[:3]
-        return dx.view_as(x), dw1, dw2, db1, None, None
+        for owner, (v1, v2, *c1) in ctx.block.backward(ctx.shards, grads):
+            hidden = kept[owner]
+            if hidden is None:
+                hidden = _hidden(normal, v1, c1)
+            active, dhidden = ctx.activation.backward(hidden, dy @ v2)
+            dx.addmm_(dhidden, v1)
+            grads.add_product(1, dy, active)
+            grads.add_product(0, dhidden, normal)
+            if c1:
+                grads.add(2, dhidden.sum(0))
+        dw1, dw2, db1 = (*deliver(ctx.shards, grads), None)[:3]
+        dgamma = dbeta = None
+        if normalize is not None:
+            dx, dgamma, dbeta = normalize.backward(dx, rows, gamma, beta, statistics)
+        return dx.view_as(x), dw1, dw2, db1, dgamma, dbeta, *[None] * 5
 
 
 class TSPMLP(MLP):
     """Megatron's dense MLP, gated or plain, computed shard by shard.
 
-    Its linears must be TSP's. Input and output [s/D, b, h]: the local tokens.
+    Args as `MLP`, whose linears must be TSP's, and:
+        keep_activations: keep the first linear's output for the backward, N x (its width) numbers a
+            layer, instead of computing it again.
+
+    Input and output [s/D, b, h]: the local tokens, in any order.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, keep_activations: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
         self.activation = Activation(self.config)
+        self.keep_activations = keep_activations
+        #: Both linears travel together, as the first one's block.
+        self.block: Block = self.linear_fc1.block
+        self.block.fetch = self._fetch
+
+    def _fetch(self) -> tuple[Tensor, ...]:
+        w1, b1 = self.linear_fc1(None, shards_only=True)
+        w2, _ = self.linear_fc2(None, shards_only=True)
+        return (w1, w2) if b1 is None else (w1, w2, b1)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs):
         """(output [s/D, b, h], the bias of the second linear [h] or None), as Megatron's."""
         if per_token_scale is not None:
             raise TSPError("per_token_scale belongs to MoE experts; TSP streams dense MLPs only")
-        w1, b1 = self.linear_fc1(None, shards_only=True)
-        w2, b2 = self.linear_fc2(None, shards_only=True)
-        y = _StreamedMLP.apply(hidden_states, w1, w2, b1, self.activation, self.linear_fc1.walk)
-        return y, b2
+        w1, w2, *b1 = self._fetch()
+        norm = self.linear_fc1.norm()
+        y = _StreamedMLP.apply(
+            hidden_states, w1, w2, b1[0] if b1 else None, *norm, self.activation, self.block,
+            self.keep_activations, torch.is_grad_enabled(),
+        )  # fmt: skip
+        return y, self.linear_fc2.bias

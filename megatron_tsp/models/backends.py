@@ -1,4 +1,4 @@
-"""Which modules a layer is made of: Megatron's `BackendSpecProvider`, for TSP and for its baseline."""
+"""Which modules a layer is made of: Megatron's `BackendSpecProvider`, for TSP and its baseline."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ from megatron.core.utils import get_pg_rank
 
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.core_attention import TSPCoreAttention
-from megatron_tsp.layers.linear import TSPColumnParallelLinear, TSPRowParallelLinear
+from megatron_tsp.layers.linear import TSPLayerNormColumnParallelLinear, TSPRowParallelLinear
 from megatron_tsp.layers.mlp import TSPMLP
 from megatron_tsp.layers.norm import TSPNorm
 from megatron_tsp.options import TSPOptions
@@ -36,9 +36,6 @@ class BaselineSpecProvider(LocalSpecProvider):
     An A/B run against TSP then compares the parallelism and nothing else.
     """
 
-    self_attention = SelfAttention
-    mlp = MLP
-
     def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False):
         """TSP's norm; `config.normalization` says which."""
         return TSPNorm
@@ -47,38 +44,73 @@ class BaselineSpecProvider(LocalSpecProvider):
         """Attention by memory-lean kernels."""
         return TSPCoreAttention
 
-    def mlp_linears(self):
-        """(first, second) linear of the MLP."""
-        return self.column_parallel_linear(), self.row_parallel_linear()
+    def attention(self):
+        """(class, norm in front of it, QKV linear, output linear)."""
+        return (
+            SelfAttention,
+            self.layer_norm(has_residual=True),
+            self.column_parallel_linear(),
+            self.row_parallel_linear(),
+        )
+
+    def mlp(self):
+        """(builder, norm in front of it, first linear, second linear)."""
+        return (
+            MLP.as_mlp_submodule,
+            self.layer_norm(has_residual=True),
+            self.column_parallel_linear(),
+            self.row_parallel_linear(),
+        )
 
 
 class TSPSpecProvider(BaselineSpecProvider):
-    """Everything TSP's."""
-
-    self_attention = TSPSelfAttention
-    mlp = TSPMLP
+    """TSP's blocks where `options.blocks` says so; a streamed block has its norm inside."""
 
     def __init__(self, options: TSPOptions):
         self.options = options
 
-    def column_parallel_linear(self):
-        """QKV."""
-        return partial(TSPColumnParallelLinear, schedule=self.options.attention_schedule)
+    def fuse_layernorm_and_linear(self) -> bool:
+        """The norm is part of the first linear."""
+        return True
 
-    def row_parallel_linear(self):
-        """The projection of the attention's output."""
-        return partial(TSPRowParallelLinear, schedule=self.options.attention_schedule)
+    def _streamed(self, schedule: str, kind: str):
+        how = {"schedule": schedule, "kind": kind, "wide_grads": self.options.wide_grads}
+        return (
+            partial(TSPLayerNormColumnParallelLinear, **how),
+            partial(TSPRowParallelLinear, **how),
+        )
 
-    def mlp_linears(self):
-        """(first, second) linear of the MLP."""
-        walk = {"schedule": self.options.mlp_schedule, "kind": "mlp"}
-        return partial(TSPColumnParallelLinear, **walk), partial(TSPRowParallelLinear, **walk)
+    def attention(self):
+        """As the baseline's."""
+        if not self.options.streams_attention:
+            return super().attention()
+        linears = self._streamed(self.options.attention_schedule, "attention")
+        return TSPSelfAttention, IdentityOp, *linears
+
+    def mlp(self):
+        """As the baseline's."""
+        if not self.options.streams_mlp:
+            return super().mlp()
+        keep = {"keep_activations": self.options.mlp_save_activations}
+        linears = self._streamed(self.options.mlp_schedule, "mlp")
+        return partial(_tsp_mlp, **keep), IdentityOp, *linears
+
+
+def _tsp_mlp(config, submodules, pg_collection, keep_activations, is_mtp_layer=False, name=None):
+    return TSPMLP(
+        config,
+        submodules,
+        ffn_hidden_size=config.ffn_hidden_size,
+        tp_group=pg_collection.tp,
+        keep_activations=keep_activations,
+        name=name,
+    )
 
 
 def layer_spec(backend: BaselineSpecProvider, config: TransformerConfig) -> ModuleSpec:
     """A dense layer with causal self-attention."""
-    norm = backend.layer_norm(has_residual=True)
-    fc1, fc2 = backend.mlp_linears()
+    attention, input_norm, qkv, proj = backend.attention()
+    mlp, pre_mlp_norm, fc1, fc2 = backend.mlp()
     if config.qk_l2_norm:
         qk_norm = L2Norm
     else:
@@ -86,26 +118,23 @@ def layer_spec(backend: BaselineSpecProvider, config: TransformerConfig) -> Modu
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=input_norm,
             self_attention=ModuleSpec(
-                module=backend.self_attention,
+                module=attention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=backend.column_parallel_linear(),
+                    linear_qkv=qkv,
                     core_attention=backend.core_attention(),
-                    linear_proj=backend.row_parallel_linear(),
+                    linear_proj=proj,
                     q_layernorm=qk_norm,
                     k_layernorm=qk_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=partial(
-                backend.mlp.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2),
-            ),
+            pre_mlp_layernorm=pre_mlp_norm,
+            mlp=partial(mlp, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints name the norms as Transformer Engine's fused modules do.
+            # Checkpoints name a norm as part of the linear behind it.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

@@ -7,9 +7,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabPara
 from torch import Tensor
 
 from megatron_tsp.errors import TSPError
+from megatron_tsp.layers.attention import TSPSelfAttention
+from megatron_tsp.layers.block import Block
 from megatron_tsp.layers.embedding import TSPLanguageModelEmbedding, TSPVocabParallelEmbedding
 from megatron_tsp.layers.linear import TSPColumnParallelLinear
 from megatron_tsp.layers.loss import cross_entropy
+from megatron_tsp.layers.mlp import TSPMLP
+from megatron_tsp.models.order import link, recompute_units
 from megatron_tsp.options import TSPOptions
 
 
@@ -23,6 +27,12 @@ class TSPGPTModel(GPTModel):
     def __init__(self, *args, options: TSPOptions, **kwargs):
         super().__init__(*args, **kwargs)
         self.options = options
+        if options.streams_attention:
+            self._spread_tokens_in_zigzag()
+        self._link_blocks()
+
+    def _spread_tokens_in_zigzag(self) -> None:
+        options = self.options
         if hasattr(self, "embedding"):
             _become(self.embedding, LanguageModelEmbedding, TSPLanguageModelEmbedding)
             _become(
@@ -33,10 +43,31 @@ class TSPGPTModel(GPTModel):
                 self.embedding.position_embeddings.weight.sequence_parallel = True
         if hasattr(self, "output_layer"):
             _become(self.output_layer, ColumnParallelLinear, TSPColumnParallelLinear)
-            self.output_layer.set_schedule(options.vocab_schedule, "loss")
+            self.output_layer.set_block(options.vocab_schedule, "loss", options.wide_grads)
         if hasattr(self, "rotary_pos_emb"):
             # Megatron slices RoPE over this group, in zigzag order.
             self.rotary_pos_emb.cp_group = self.pg_collection.tp
+
+    def _link_blocks(self) -> None:
+        """Tell each block whose weights follow its own."""
+        blocks: list[Block] = []
+        units: list[int | None] = []
+        layers = self.decoder.layers
+        for layer, unit in zip(layers, recompute_units(self.config, len(layers)), strict=True):
+            attention, mlp = layer.self_attention, layer.mlp
+            if isinstance(attention, TSPSelfAttention):
+                blocks += [attention.linear_qkv.block, attention.linear_proj.block]
+                units += [unit[0]] * 2
+            if isinstance(mlp, TSPMLP):
+                blocks.append(mlp.block)
+                units.append(unit[1])
+        ends_in_loss = self.post_process and self.options.streams_attention
+        if ends_in_loss:
+            block = self.output_layer.block
+            block.fetch = lambda: (self._output_shard(),)
+            blocks.append(block)
+            units.append(None)
+        link(blocks, units, ends_in_loss)
 
     def forward(self, *args, labels: Tensor | None = None, **kwargs) -> Tensor:
         """As `GPTModel.forward` with labels: the loss of every token, fp32 [b, s].
@@ -46,6 +77,8 @@ class TSPGPTModel(GPTModel):
         Raises:
             TSPError: the last stage is called without labels.
         """
+        if not self.options.streams_attention:
+            return super().forward(*args, labels=labels, **kwargs)
         if self.post_process and labels is None:
             raise TSPError(
                 "a TSP model returns the loss and needs labels; for logits or inference load "
@@ -53,11 +86,20 @@ class TSPGPTModel(GPTModel):
             )
         return super().forward(*args, labels=labels, output_processor=self._loss, **kwargs)
 
-    def _loss(self, hidden_states, output_layer, output_weight, labels, **_) -> Tensor:
-        weight, _ = output_layer(None, weight=output_weight, shards_only=True)
-        group = self.pg_collection.tp
+    def _output_shard(self) -> Tensor:
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        return self.output_layer(None, weight=weight, shards_only=True)[0]
+
+    def _loss(self, hidden_states, labels, **_) -> Tensor:
         return cross_entropy(
-            hidden_states, weight, labels, output_layer.walk, group, self.options.loss_chunk
+            hidden_states,
+            self._output_shard(),
+            labels,
+            self.output_layer.block,
+            self.pg_collection.tp,
+            self.options.loss_chunk,
         )
 
 

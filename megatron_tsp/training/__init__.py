@@ -1,1 +1,1 @@
-"""What the entries share: command line to process groups to model, data, and the real `pretrain`."""
+"""What the entries share: command line to process groups to model, data, and `pretrain`."""
