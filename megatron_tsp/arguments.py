@@ -149,12 +149,23 @@ def options_from_args(args: Namespace) -> TSPOptions:
 
 def describe(args: Namespace) -> str:
     """One line for the log: what TSP does in this run."""
-    degree = args.tsp_size
+    degree, options = args.tsp_size, options_from_args(args)
+    travels = []
+    if options.streams_attention:
+        travels.append(f"attention by {options.attention_schedule}")
+    if options.streams_mlp:
+        travels.append(f"MLP by {options.mlp_schedule}")
+    if options.streams_attention:
+        travels.append(f"vocabulary by {options.vocab_schedule}")
+    tokens = f"{args.seq_length // degree} of {args.seq_length} tokens a sequence"
+    rest = {
+        "all": "in zigzag order; K and V are all-gathered",
+        "attention": "in zigzag order; K and V are all-gathered; the MLP stays tensor-parallel",
+        "mlp": "as in sequence parallelism; the rest stays tensor-parallel",
+    }[options.blocks]
     return (
-        f"TSP: groups of {degree} ranks, each with 1/{degree} of the weights and "
-        f"{args.seq_length // degree} of {args.seq_length} tokens a sequence (zigzag); weights "
-        f"travel by {args.tsp_attention_schedule} (attention), {args.tsp_mlp_schedule} (MLP), "
-        f"{args.tsp_vocab_schedule} (vocabulary); K and V are all-gathered"
+        f"TSP: groups of {degree} ranks, each with 1/{degree} of the weights and {tokens}, {rest}. "
+        f"Weights that travel: {', '.join(travels)}"
     )
 
 

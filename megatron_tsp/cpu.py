@@ -18,16 +18,21 @@ from megatron_tsp.errors import TSPError
 
 _engaged = False
 
-# Defaults that CPU mode needs, by argparse dest. None is a kernel or backend that a CPU has.
+#: "1" engages CPU mode on a machine whose GPUs torch does not see.
+VARIABLE = "MEGATRON_TSP_CPU"
+
+# Defaults that CPU mode needs, by argparse dest, and the flag that sets each. None is a kernel or
+# backend that a CPU has.
 _REQUIRED = {
-    "transformer_impl": "local",
-    "distributed_backend": "gloo",
-    "use_cpu_initialization": True,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "no_persist_layer_norm": True,
-    "async_strategy": "mcore",  # the other one's worker process insists on a GPU
+    "transformer_impl": ("--transformer-impl", "local"),
+    "distributed_backend": ("--distributed-backend", "gloo"),
+    "use_cpu_initialization": ("--use-cpu-initialization", True),
+    "apply_rope_fusion": ("--no-rope-fusion", False),
+    "gradient_accumulation_fusion": ("--no-gradient-accumulation-fusion", False),
+    "masked_softmax_fusion": ("--no-masked-softmax-fusion", False),
+    "no_persist_layer_norm": ("--no-persist-layer-norm", True),
+    # the other one's worker process insists on a GPU
+    "async_strategy": ("--async-strategy", "mcore"),
 }
 _PREFERRED = {"num_workers": 0}  # loader processes cost more than they save on a small model
 
@@ -47,7 +52,6 @@ _REFUSED_FLAGS = {
     "inprocess_restart": ("--inprocess-restart", "it restarts NCCL"),
     "use_megatron_fsdp": ("--use-megatron-fsdp", "it needs CUDA device meshes"),
     "use_torch_fsdp2": ("--use-torch-fsdp2", "it needs CUDA device meshes"),
-    "use_nccl_ub": ("--use-nccl-ub", "there is no NCCL"),
     "nccl_ub": ("--use-nccl-ub", "there is no NCCL"),
     "use_sharp": ("--use-sharp", "there is no NCCL"),
     "nccl_communicator_config_path": ("--nccl-communicator-config-path", "there is no NCCL"),
@@ -74,18 +78,33 @@ def engaged() -> bool:
 def engage() -> bool:
     """Install the stand-ins if this machine has no GPU; returns whether CPU mode is on.
 
-    With a GPU it returns False and changes nothing. Repeated calls change nothing more. Works
-    before and after Megatron's import; names that other code took out of torch itself beforehand
+    With a GPU it returns False and changes nothing. With a GPU that torch does not see it refuses
+    to go on, unless `VARIABLE` is 1. Repeated calls change nothing more. Works before and after
+    Megatron's import; names that other code took out of torch itself beforehand
     (``from torch import empty``) are out of reach.
-    Raises ``TSPError`` naming the first torch or Megatron name that the installed version lacks.
+    Raises ``TSPError`` for a GPU that torch does not see, for `VARIABLE` on a machine whose GPU it
+    sees, and naming the first torch or Megatron name that the installed version lacks.
     """
     global _engaged
     if _engaged:
         return True
     import torch
 
+    meant = os.environ.get(VARIABLE) == "1"
     if torch.cuda.is_available():
+        if meant:
+            raise TSPError(
+                f"{VARIABLE}=1 asks for CPU mode, but torch sees a GPU. Set CUDA_VISIBLE_DEVICES= "
+                f"(empty) as well, or unset {VARIABLE}."
+            )
         return False
+    sign = None if meant else sign_of_gpu()
+    if sign:
+        raise TSPError(
+            f"this machine has a GPU ({sign}), but torch {torch.__version__} does not see one. "
+            "Install the torch build for it, or fix its driver or CUDA_VISIBLE_DEVICES; to train "
+            f"on the CPU, set {VARIABLE}=1."
+        )
     # Megatron's jit_fuser is torch.compile, which costs a compiler run for each fused function
     # and shape; the eager functions are the same arithmetic.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -110,25 +129,40 @@ def engage() -> bool:
     return True
 
 
+def sign_of_gpu() -> str | None:
+    """What says that this machine has a GPU, or that the job was given one, whatever torch sees."""
+    for device in ("/dev/nvidiactl", "/dev/kfd"):  # NVIDIA's and AMD's drivers
+        if os.path.exists(device):
+            return f"{device} exists"
+    for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"):
+        value = os.environ.get(name, "").strip()
+        if value not in ("", "0"):
+            return f"{name}={value}"
+    return None
+
+
 def default_flags() -> dict:
     """Values, by argparse dest, for the flags CPU mode needs where the user gives none."""
-    return {**_REQUIRED, **_PREFERRED}
+    return {dest: needed for dest, (_, needed) in _REQUIRED.items()} | _PREFERRED
 
 
 def check_flags(args) -> None:
     """Raise ``TSPError`` for a parsed flag that CPU mode cannot honour, naming it."""
-    for dest, needed in _REQUIRED.items():
+    for dest, (flag, needed) in _REQUIRED.items():
         given = getattr(args, dest, needed)
-        if given != needed:
-            flag = "--" + dest.replace("_", "-")
-            raise TSPError(
-                f"CPU mode (no GPU found) needs {flag} {needed}, not {given!r}. Leave the flag "
-                "out, or run on a GPU."
-            )
+        if given == needed:
+            continue
+        if isinstance(needed, bool):
+            raise TSPError(f"CPU mode (no GPU found) needs {flag}. Give it, or run on a GPU.")
+        raise TSPError(
+            f"CPU mode (no GPU found) needs {flag} {needed}, not {given}. Leave the flag out, or "
+            "run on a GPU."
+        )
     for dest, (flag, reason) in _REFUSED_FLAGS.items():
         given = getattr(args, dest, None)
         if given and given != "none":
-            _refuse_flag(flag if given is True else f"{flag} {given}", reason)
+            words = given if isinstance(given, list) else [given]
+            _refuse_flag(flag if given is True else " ".join([flag, *map(str, words)]), reason)
     if getattr(args, "moe_token_dispatcher_type", None) == "flex":
         _refuse_flag("--moe-token-dispatcher-type flex", "DeepEP and HybridEP are GPU libraries")
     if getattr(args, "profile", False) and not args.use_pytorch_profiler:

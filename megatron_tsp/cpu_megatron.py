@@ -2,8 +2,10 @@
 
 import functools
 
+import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.optimizer import clip_grads
 from megatron.core.transformer.moe import moe_utils
 from megatron.training import initialize
 from megatron.training.utils import common_utils
@@ -17,6 +19,9 @@ def stand_ins():
     # generator stays as it was; here there is one generator, and losses would move.
     yield initialize, "_warmup_jit_function", _nothing
     yield common_utils, "report_memory", _nothing  # after the first iterations, always
+    # torch.norm in fp32 on the CPU is off by some 1e-6, more for larger tensors: TP 1 and TP 4, with
+    # shards of other sizes, would then clip by other norms
+    yield clip_grads, "l2_norm_impl", _l2_norm
     yield moe_utils, "maybe_move_tensor_to_cpu", _move_to_host
     yield FileSystemWriterAsync, "preload_tensors", staticmethod(_preload_copies)
     yield PersistentAsyncCaller, "async_loop", staticmethod(_checkpoint_worker)
@@ -29,6 +34,11 @@ _async_loop = PersistentAsyncCaller.async_loop
 @functools.wraps(_initialize)
 def _initialize_without_cuda(allow_no_cuda=True, *args, **kwargs):
     return _initialize(True, *args, **kwargs)
+
+
+def _l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
+    norms = [torch.norm(tensor, dtype=torch.float64) for tensor in tensor_lists[0]]
+    return torch.stack(norms).norm().float().view(1), None
 
 
 def _nothing(*args, **kwargs):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_tsp.errors import TSPError
+from megatron_tsp.streaming import check_schedule
 
 BLOCKS = ("all", "mlp", "attention")
 
@@ -32,6 +33,10 @@ class TSPOptions:
     def __post_init__(self):
         if self.blocks not in BLOCKS:
             raise TSPError(f"TSP blocks {self.blocks!r}: not one of {', '.join(BLOCKS)}")
+        for kind in ("attention", "mlp", "vocab"):
+            check_schedule(getattr(self, f"{kind}_schedule"), f"TSP {kind} schedule")
+        if self.loss_chunk < 1:
+            raise TSPError(f"TSP loss chunk {self.loss_chunk!r}: it takes at least 1 token")
 
     @property
     def streams_mlp(self) -> bool:

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_tsp.errors import TSPError
 from megatron_tsp.gradients import Gradients, wait_all
 
 Shards = Sequence[Tensor]
@@ -285,6 +286,13 @@ class Gather(Stream):
 
 SCHEDULES = {"ring": Ring, "broadcast": Broadcast, "gather": Gather}
 
+
+def check_schedule(schedule: str, what: str = "TSP schedule") -> None:
+    """Raise TSPError, with `what` in front, if `schedule` is not one of `SCHEDULES`."""
+    if schedule not in SCHEDULES:
+        raise TSPError(f"{what} {schedule!r}: not one of {', '.join(SCHEDULES)}")
+
+
 _streams: dict[tuple[str, dist.ProcessGroup | None], Stream] = {}
 
 
@@ -292,8 +300,9 @@ def stream(schedule: str, group: dist.ProcessGroup | None) -> Stream:
     """The stream of a schedule over a group; one object for each pair, with its buffers.
 
     Raises:
-        KeyError: `schedule` is not one of `SCHEDULES`.
+        TSPError: `schedule` is not one of `SCHEDULES`.
     """
+    check_schedule(schedule)
     key = (schedule, group)
     if key not in _streams:
         _streams[key] = SCHEDULES[schedule](group)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from megatron_tsp import cli
+from megatron_tsp import ab, cli
 from megatron_tsp.ab import arms, config, initial, plots, report, runner
 from megatron_tsp.errors import TSPError
 
@@ -147,9 +147,80 @@ def test_how_the_weights_are_made_the_same(tmp_path):
     assert how(MODEL_ARGS={"--num-layers": 2}) == "checkpoint"
     assert how(MODEL_ARGS=on_cpu, INITIAL_WEIGHTS="checkpoint") == "checkpoint"
     assert how(MODEL_ARGS={**on_cpu, "--load": "x"}) == "loaded"
-    # Another number of pipeline stages draws other weights from the same seed.
-    staged = {"tsp": {"--pipeline-model-parallel-size": 2}}
-    assert how(MODEL_ARGS=on_cpu, ARMS=staged) == "checkpoint"
+    assert how(MODEL_ARGS={"--load": "x"}, ARMS={"tsp": {"--load": "y"}}) == "loaded"
+    assert how(MODEL_ARGS={"--num-layers": 2}, ARMS={"tsp": on_cpu, "tp_sp": on_cpu}) == "seed"
+    two = {**on_cpu, "--pipeline-model-parallel-size": 2}
+    assert how(MODEL_ARGS=two) == "seed"
+    # The default, written out, is the same seed; one stage has no split.
+    written = {"tsp": {"--seed": 1234, "--account-for-loss-in-pipeline-split": True}}
+    assert how(MODEL_ARGS=on_cpu, ARMS=written) == "seed"
+
+
+NOT_THE_SAME = {
+    "a GPU's generator": (
+        {"--use-cpu-initialization": False}, {}, "without --use-cpu-initialization (arms: tp_sp"
+    ),
+    "one arm's": ({}, {"--use-cpu-initialization": False}, "(arms: tsp) each rank draws its own"),
+    "seed": ({}, {"--seed": 7}, "the arms differ in --seed: tp_sp 1234, tsp 7. Make them alike"),
+    "stages": ({}, {"--pipeline-model-parallel-size": 2}, "pipeline stages, which enter the seed"),
+    "split": (
+        {"--pipeline-model-parallel-size": 2},
+        {"--decoder-first-pipeline-num-layers": 1},
+        "tp_sp 2, tsp 2 --decoder-first-pipeline-num-layers 1",
+    ),
+    "experts": ({}, {"--expert-model-parallel-size": 2}, "--expert-model-parallel-size: tp_sp 1"),
+    "vocabulary": ({}, {"--tsp-size": 2}, "tp_sp multiples of 512, tsp multiples of 256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_THE_SAME)
+def test_the_seed_is_claimed_only_where_it_gives_the_same_weights(case, tmp_path):
+    changes, own, message = NOT_THE_SAME[case]
+    top = {
+        "MODEL_ARGS": {"--use-cpu-initialization": True, **changes},
+        "TSP_SIZE": 4,
+        "ARMS": {"tsp": own},
+    }
+
+    def choose(**more):
+        read_back = read(tmp_path, **top, **more)
+        return initial.choose(read_back, [arms.make(n, read_back) for n in ("tp_sp", "tsp")])
+
+    assert choose()[0] == "checkpoint"
+    with pytest.raises(TSPError, match="INITIAL_WEIGHTS: seed does not give every arm") as error:
+        choose(INITIAL_WEIGHTS="seed")
+    assert message in str(error.value)
+    assert "INITIAL_WEIGHTS: checkpoint" in str(error.value)
+
+
+def test_arms_that_load_are_not_seeded(tmp_path):
+    def choose(names, **top):
+        read_back = read(tmp_path, **top)
+        return initial.choose(read_back, [arms.make(n, read_back) for n in names])
+
+    both, on_cpu = ("tp_sp", "tsp"), {"--use-cpu-initialization": True}
+    with pytest.raises(TSPError, match=r"tp_sp loads x\. Drop INITIAL_WEIGHTS"):
+        choose(both, MODEL_ARGS={**on_cpu, "--load": "x"}, INITIAL_WEIGHTS="seed")
+    one = {"tsp": {"--load": "y"}}
+    with pytest.raises(TSPError, match="tsp loads y"):
+        choose(both, MODEL_ARGS=on_cpu, INITIAL_WEIGHTS="seed", ARMS=one)
+    with pytest.raises(TSPError, match=r"tp_sp nothing, tsp y\): give --load to every arm"):
+        choose(both, MODEL_ARGS=on_cpu, ARMS=one)
+    assert choose(["tsp"], ARMS=one) == ("loaded", "every arm loads y")
+
+
+def test_an_earlier_runs_checkpoint_is_gone_before_the_new_one(tmp_path, monkeypatch):
+    old = tmp_path / "checkpoint" / "iter_0000001"
+    old.mkdir(parents=True)
+
+    def fails(arm, folder, iterations):
+        assert not (tmp_path / "checkpoint").exists()
+        raise runner.ArmFailed("no memory")
+
+    monkeypatch.setattr(runner, "run", fails)
+    with pytest.raises(runner.ArmFailed):
+        initial.save(arms.make("tsp", read(tmp_path)), tmp_path)
+    assert not old.parent.exists()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -228,6 +299,74 @@ def test_a_nan_is_not_parity(built):
     arm = dict(built["arms"]["tsp"], loss=[float("nan"), *built["arms"]["tsp"]["loss"][1:]])
     difference = report.compare(arm, built["arms"]["tp_sp"])["parity"]["max_abs_loss_diff"]
     assert difference != difference
+
+
+def test_a_loss_that_is_not_finite_is_told_and_json_stays_json(built, tmp_path):
+    tp_sp, tsp = built["arms"]["tp_sp"], built["arms"]["tsp"]
+    tsp = dict(tsp, loss=[*tsp["loss"][:6], float("nan"), float("nan"), *tsp["loss"][8:]])
+    tp_sp = dict(tp_sp, grad_norm=[*tp_sp["grad_norm"][:-1], float("inf")])
+    broken = report.build({"tp_sp": tp_sp, "tsp": tsp}, {"config": "ab.yaml"})
+    assert broken["not_finite"] == [
+        "arm tp_sp: the gradient norm became infinite at iteration 30",
+        "arm tsp: the loss became NaN at iteration 7",
+    ]
+    report.write(broken, tmp_path, plots.draw(broken, tmp_path))
+
+    def bare(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (tmp_path / "report.json").read_text()
+    result = json.loads(text, parse_constant=bare)
+    assert result["arms"]["tsp"]["loss"][6] is None
+    assert result["parity"]["max_abs_loss_diff"] is None
+    assert result["not_finite"] == broken["not_finite"]
+    assert "- arm tsp: the loss became NaN at iteration 7" in (tmp_path / "report.md").read_text()
+    assert built["not_finite"] == []
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "said"),
+    [
+        (lambda: {"not_finite": []}, 0, ""),
+        (lambda: {"not_finite": ["arm tsp: the loss became NaN at iteration 7"]}, 1, "became NaN"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143, "terminated"),
+        (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
+    ],
+    ids=["fine", "nan", "sigterm", "ctrl-c"],
+)
+def test_exit_code(happens, code, said, tmp_path, monkeypatch, capsys):
+    previous = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ab, "_run", lambda config, arms, folder: happens())
+    monkeypatch.setattr(ab, "_print", lambda report, folder: None)
+    path = write(tmp_path, {"MODEL_ARGS": {"--num-layers": 2}})
+    assert cli.main(["ab", str(path), "--out", str(tmp_path / "out")]) == code
+    assert said in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is previous
+
+
+def test_flags_that_arms_run_without_are_noted(tmp_path):
+    read_back = read(
+        tmp_path,
+        MODEL_ARGS={
+            "--num-layers": 2, "--save": "x", "--save-interval": 5, "--tsp-record": "y",
+            "--tensor-model-parallel-size": 2, "--pipeline-model-parallel-size": 2, "--bf16": False,
+        },
+        ARMS={"tp_sp": {"--save": "z"}},
+    )  # fmt: skip
+    made = [arms.make(name, read_back) for name in ("tp_sp", "tsp", "tp1")]
+    assert ab._left_out(read_back, made) == [
+        "left out of MODEL_ARGS: --save-interval, --tsp-record",
+        "left out of MODEL_ARGS by tsp: --save, --tensor-model-parallel-size",
+        "left out of MODEL_ARGS by tp1: --save, --tensor-model-parallel-size, "
+        "--pipeline-model-parallel-size",
+    ]
+    notes = ab._about(read_back, made, "the seed")["notes"]
+    assert "left out of MODEL_ARGS: --save-interval, --tsp-record" in notes
+
+
+def test_tokens_per_s_are_the_global_batchs_by_the_median_step(built):
+    for arm in built["arms"].values():
+        assert arm["tokens_per_s"] == 600 / arm["step_time_s"]
 
 
 def test_report_files(built, tmp_path):

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from megatron_tsp import arguments, refusals
+from megatron_tsp import arguments, options, refusals, streaming
 from megatron_tsp.errors import TSPError
 
 BASE = dict(
@@ -82,6 +82,26 @@ def test_a_setting_that_is_not_carried_is_refused_by_its_flag(refusal):
     assert refusal.flag in str(error.value) and "--tsp-size" in str(error.value)
     for carried in refusal.carried:
         _parse("--tsp-size", "2", **{refusal.dest: carried})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_schedule": "rings"}, "TSP attention schedule 'rings': not one of ring, br"),
+        ({"mlp_schedule": ""}, "TSP mlp schedule '': not one of ring, broadcast, gather"),
+        ({"vocab_schedule": "all"}, "TSP vocab schedule 'all': not one of"),
+        ({"blocks": "norm"}, "TSP blocks 'norm': not one of all, mlp, attention"),
+        ({"loss_chunk": 0}, "TSP loss chunk 0: it takes at least 1 token"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused(settings, message):
+    with pytest.raises(TSPError, match=message):
+        options.TSPOptions(**settings)
+
+
+def test_an_unknown_schedule_has_no_stream():
+    with pytest.raises(TSPError, match="TSP schedule 'rings': not one of ring, broadcast, gather"):
+        streaming.stream("rings", None)
 
 
 def test_the_refused_flags_are_megatrons():

@@ -1,5 +1,6 @@
 """CPU mode: its stand-ins, what it refuses, and that it leaves a machine with a GPU alone."""
 
+import argparse
 import subprocess
 import sys
 import textwrap
@@ -50,14 +51,130 @@ def test_machine_with_gpu_is_left_alone():
     )
 
 
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """A machine without any sign of a GPU; gives the folder that stands for /dev."""
+    for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", cpu.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    exists = cpu.os.path.exists
+    monkeypatch.setattr(
+        cpu.os.path,
+        "exists",
+        lambda path: exists(str(path).replace("/dev/", f"{tmp_path}/", 1)),
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("device", ["nvidiactl", "kfd"])
+def test_a_driver_is_a_sign_of_a_gpu(bare, device):
+    assert cpu.sign_of_gpu() is None
+    (bare / device).touch()
+    assert cpu.sign_of_gpu() == f"/dev/{device} exists"
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"])
+def test_a_schedulers_word_is_a_sign_of_a_gpu(bare, monkeypatch, name):
+    for nothing in ("", "0"):
+        monkeypatch.setenv(name, nothing)
+        assert cpu.sign_of_gpu() is None
+    monkeypatch.setenv(name, "2,3")
+    assert cpu.sign_of_gpu() == f"{name}=2,3"
+
+
+def test_a_gpu_that_torch_does_not_see_is_an_error(monkeypatch):
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu, "_engaged", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu, "sign_of_gpu", lambda: "/dev/nvidiactl exists")
+    empty = torch.empty
+    with pytest.raises(TSPError) as error:
+        cpu.engage()
+    for part in ("/dev/nvidiactl exists", "torch build", "driver", "set MEGATRON_TSP_CPU=1"):
+        assert part in str(error.value)
+    assert not cpu.engaged() and torch.empty is empty
+
+
+def test_the_variable_does_not_hide_a_gpu_that_torch_sees(monkeypatch):
+    monkeypatch.setenv(cpu.VARIABLE, "1")
+    monkeypatch.setattr(cpu, "_engaged", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(TSPError, match="torch sees a GPU. Set CUDA_VISIBLE_DEVICES="):
+        cpu.engage()
+
+
+@no_gpu
+def test_the_variable_means_it():
+    in_new_process(
+        """
+        import os
+        from megatron_tsp import cpu
+
+        cpu.sign_of_gpu = lambda: "/dev/nvidiactl exists"
+        os.environ["MEGATRON_TSP_CPU"] = "1"
+        assert cpu.engage() and cpu.engaged()
+        """
+    )
+
+
 def test_default_flags_pass():
     cpu.check_flags(Args())
+
+
+def test_flags_are_named_as_megatrons_parser_names_them():
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = {action.dest: action for action in parser._actions}
+    for dest, (flag, needed) in cpu._REQUIRED.items():
+        assert flag in flags[dest].option_strings, (dest, flag)
+        if isinstance(needed, bool):  # giving the flag sets what is needed
+            assert flags[dest].const is needed, (dest, flag)
+        wrong = not needed if isinstance(needed, bool) else "other"
+        with pytest.raises(TSPError, match=f"needs {flag}[ .]"):
+            cpu.check_flags(Args(**{dest: wrong}))
+    for dest, (flag, _) in cpu._REFUSED_FLAGS.items():
+        assert flag in flags[dest].option_strings, (dest, flag)
+
+
+def test_flags_that_the_entry_does_not_carry_are_megatrons():
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_tsp.training import gpt
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = {action.dest: action.option_strings for action in parser._actions}
+    for dest, flag in gpt._NOT_CARRIED.items():
+        assert flag in flags[dest], (dest, flag)
+        with pytest.raises(TSPError, match=f"does not carry {flag};"):
+            gpt.check_args(argparse.Namespace(**{dest: True}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tsp-size 2 --sft", "--sft does not work with --tsp-size"),
+        ("--tsp-size 2 --fp8-format hybrid", "--fp8-format hybrid does not work with --tsp-size"),
+        ("--sft", "does not carry --sft"),
+        ("--fp8-format hybrid", "CPU mode (no GPU found) cannot honour --fp8-format hybrid"),
+        ("--tsp-size 2 --log-energy", "CPU mode (no GPU found) cannot honour --log-energy"),
+    ],
+)
+def test_a_tsp_user_sees_the_tsp_refusal(flags, message, monkeypatch):
+    from megatron_tsp.training import main
+
+    argv = ["train", *"--num-layers 1 --hidden-size 8 --num-attention-heads 2".split()]
+    argv += ["--attention-dropout", "0", *flags.split()]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(TSPError) as error:
+        main.parse(on_cpu=True)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
+        ({"apply_rope_fusion": True}, "--no-rope-fusion"),
         ({"distributed_backend": "nccl"}, "--distributed-backend"),
         ({"async_strategy": "nvrx"}, "--async-strategy"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
@@ -65,6 +182,7 @@ def test_default_flags_pass():
         ({"record_memory_history": True}, "--record-memory-history"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"high_priority_stream_groups": ["dp", "pp"]}, "--high-priority-stream-groups dp pp:"),
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
         ({"profile": True, "use_pytorch_profiler": False}, "--profile"),
     ],

@@ -10,7 +10,10 @@ from megatron_tsp.errors import TSPError
 
 
 def main(config_path: str, names: list[str] | None = None, out: str | None = None) -> int:
-    """Run the arms and write the report; return the exit code (1: an arm failed).
+    """Run the arms and write the report; return the exit code.
+
+    1: an arm failed, or its loss or gradient norm became NaN or infinite. 143: SIGTERM. 130:
+    Ctrl-C. The ranks are ended first.
 
     Args:
         config_path: YAML, see `config`.
@@ -33,19 +36,29 @@ def main(config_path: str, names: list[str] | None = None, out: str | None = Non
     except OSError as error:
         raise TSPError(f"cannot make the folder {folder}: {error.strerror}") from error
 
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt  # so that a plain kill ends the children too
+    def terminate(signum, frame):
+        raise _Terminated  # so that a plain kill ends the children too
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, terminate)
     try:
         report = _run(config, arms, folder)
     except ArmFailed as error:
         print(f"megatron-tsp ab: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as interrupted:
+        terminated = isinstance(interrupted, _Terminated)
+        print(f"megatron-tsp: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, previous)
     _print(report, folder)
-    return 0
+    for line in report["not_finite"]:
+        print(f"megatron-tsp ab: {line}", file=sys.stderr)
+    return 1 if report["not_finite"] else 0
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
 
 
 def _run(config, arms, folder: Path) -> dict:
@@ -68,7 +81,7 @@ def _run(config, arms, folder: Path) -> dict:
     for arm, args in zip(arms, parsed, strict=True):
         record = runner.run(arm, folder / arm.name, _iterations(args))
         results[arm.name] = {**report.read_arm(record, arm.ranks), "command": arm.shown()}
-    built = report.build(results, _about(config, words))
+    built = report.build(results, _about(config, arms, words))
     report.write(built, folder, plots.draw(built, folder))
     return built
 
@@ -97,7 +110,20 @@ def _iterations(args) -> int | None:
     return None
 
 
-def _about(config, initial_weights: str) -> dict:
+def _left_out(config, arms) -> list[str]:
+    """Notes on flags of MODEL_ARGS that arms run without."""
+    given = [flag for flag, value in config.model_args.items() if value is not False]
+    dropped = {arm.name: [flag for flag in given if flag not in arm.flags] for arm in arms}
+    common = [flag for flag in given if all(flag in flags for flags in dropped.values())]
+    notes = [f"left out of MODEL_ARGS: {', '.join(common)}"] if common else []
+    for name, flags in dropped.items():
+        own = [flag for flag in flags if flag not in common]
+        if own:
+            notes.append(f"left out of MODEL_ARGS by {name}: {', '.join(own)}")
+    return notes
+
+
+def _about(config, arms, initial_weights: str) -> dict:
     """What was run, where, and how to read it."""
     import megatron.core
     import torch
@@ -115,9 +141,7 @@ def _about(config, initial_weights: str) -> dict:
             "time: these ranks share one machine's cores and talk through its memory; it says "
             "nothing about GPUs",
         ]
-    dropped = [flag for flag in ("--save",) if flag in config.model_args]
-    if dropped:
-        notes.append(f"left out of MODEL_ARGS: {', '.join(dropped)}")
+    notes += _left_out(config, arms)
     return {
         "config": str(config.path),
         "initial_weights": initial_weights,

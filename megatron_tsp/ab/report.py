@@ -3,7 +3,8 @@
 report.json:
 
     arms.<name>   iterations, loss, grad_norm        lists, one entry a step
-                  step_time_s, tokens_per_s          medians over the steps fit for timing
+                  step_time_s                        median over the steps fit for timing
+                  tokens_per_s                       the global batch's tokens / step_time_s
                   step_times_s                       list, one entry a step (the slowest rank's)
                   peak_memory_bytes                  list, one entry a rank
                   bytes_sent_per_rank_per_step       {collective: list, one entry a rank}
@@ -13,9 +14,13 @@ report.json:
     drift         the same over all steps
     ratios        time, memory, bytes: of the first arm named in `between` to the second
     comparisons   the three above for every other pair of arms
+    not_finite    a sentence for each loss or gradient norm that became NaN or infinite, or []
+
+A number that is NaN or infinite is written as null.
 """
 
 import json
+import math
 import statistics
 from itertools import combinations
 from pathlib import Path
@@ -163,7 +168,26 @@ def build(arms: dict[str, dict], about: dict) -> dict:
         pairs = [("tsp", "tp_sp"), *(p for p in pairs if set(p) != {"tsp", "tp_sp"})]
     compared = [{"between": [a, b], **compare(arms[a], arms[b])} for a, b in pairs]
     main = compared[0] if compared else {}
-    return {**about, "arms": arms, **main, "comparisons": compared[1:]}
+    return {
+        **about,
+        "arms": arms,
+        **main,
+        "comparisons": compared[1:],
+        "not_finite": _not_finite(arms),
+    }
+
+
+def _not_finite(arms: dict[str, dict]) -> list[str]:
+    """Where each arm's loss and gradient norm first were no finite number."""
+    found = []
+    for name, arm in arms.items():
+        for key, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
+            for iteration, value in zip(arm["iterations"], arm[key], strict=True):
+                if value is not None and not math.isfinite(value):
+                    became = "NaN" if math.isnan(value) else "infinite"
+                    found.append(f"arm {name}: the {what} became {became} at iteration {iteration}")
+                    break
+    return found
 
 
 # ---------------------------------------------------------------------------------------------
@@ -171,7 +195,8 @@ def build(arms: dict[str, dict], about: dict) -> dict:
 
 def write(report: dict, out: Path, plots: list[str]) -> None:
     """Write report.json and report.md to `out`; `plots` are file names beside them."""
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(_finite(report), indent=1, allow_nan=False)
+    (out / "report.json").write_text(text + "\n", encoding="utf-8")
     parts = [
         "# A/B report",
         "\n".join(f"- {key.replace('_', ' ')}: {value}" for key, value in about_lines(report)),
@@ -186,6 +211,15 @@ def write(report: dict, out: Path, plots: list[str]) -> None:
         *(f"{name}:\n\n```\n{arm['command']}\n```" for name, arm in report["arms"].items()),
     ]
     (out / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _finite(value):
+    """`value` with None for each number that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def about_lines(report: dict) -> list[tuple[str, str]]:
@@ -225,8 +259,8 @@ def table(report: dict) -> str:
 
 
 def verdicts(report: dict) -> list[str]:
-    """One sentence on parity for each pair of arms."""
-    lines = []
+    """What was not finite; then one sentence on parity for each pair of arms."""
+    lines = list(report.get("not_finite", []))
     for pair in [report, *report.get("comparisons", [])]:
         if "between" not in pair:
             continue

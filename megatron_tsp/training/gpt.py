@@ -32,13 +32,12 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 # A loss this many times the largest seen so far is spiky (--check-for-spiky-loss).
 SPIKY_FACTOR = 10
 
-# dest: flag. Their batches are packed sequences or a second model's outputs.
+# dest: flag, with and without TSP. Their batches are packed sequences or a second model's outputs.
 _NOT_CARRIED = {
     "sft": "--sft",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "logits_load_dir": "--logits-load-dir",
-    "modelopt_enabled": "--modelopt-enabled",
     "inprocess_restart": "--inprocess-restart",
     "perform_rl_step": "--perform-rl-step",
 }

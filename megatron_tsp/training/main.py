@@ -83,10 +83,10 @@ def parse(on_cpu):
         raise TSPError("--yaml-cfg is not carried; give the same settings as flags.")
     if args.use_checkpoint_args:
         _load_checkpoint_args(args)
+    arguments.translate(args, sys.argv[1:])  # first: what TSP refuses is refused everywhere
     if on_cpu:
         cpu.check_flags(args)
     gpt.check_args(args)
-    arguments.translate(args, sys.argv[1:])
     validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     arguments.check(args)
     set_global_variables(args)
