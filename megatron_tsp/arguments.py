@@ -5,6 +5,7 @@
 (shapes, checkpoints, data, clipping, optimizer) is then right for TSP as it stands.
 """
 
+import importlib.util
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
@@ -66,6 +67,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "an A/B run compares the parallelism only.",
     )
     group.add_argument(
+        "--tsp-log-traffic",
+        action="store_true",
+        help="Log the bytes that rank 0 sends in a step, by block, group and collective, every "
+        "--log-interval steps.",
+    )
+    group.add_argument(
         "--tsp-record",
         metavar="DIR",
         help="Write loss, gradient norm, time, memory and bytes sent of each step to DIR, one JSON "
@@ -107,8 +114,9 @@ def translate(args: Namespace, argv: Sequence[str]) -> None:
     args.tensor_model_parallel_size = degree
     args.sequence_parallel = degree > 1
     args.create_attention_mask_in_dataloader = False
-    # dW is summed on its way home, not by a kernel that writes into the local main_grad.
-    args.gradient_accumulation_fusion = False
+    if not importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
+        # Megatron's default asks for Apex's kernel; TSP sums as exactly without it.
+        args.gradient_accumulation_fusion = False
     refuse(args)
     _check_sizes(args)
 
@@ -170,7 +178,7 @@ def describe(args: Namespace) -> str:
 
 
 def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:
-    alone = {"--tsp-baseline-core", "--tsp-record"}
+    alone = {"--tsp-baseline-core", "--tsp-log-traffic", "--tsp-record"}
     for flag in sorted(written):
         if flag.startswith("--tsp-") and flag not in alone:
             raise TSPError(f"{flag} needs --tsp-size D")

@@ -19,8 +19,8 @@ def stand_ins():
     # generator stays as it was; here there is one generator, and losses would move.
     yield initialize, "_warmup_jit_function", _nothing
     yield common_utils, "report_memory", _nothing  # after the first iterations, always
-    # torch.norm in fp32 on the CPU is off by some 1e-6, more for larger tensors: TP 1 and TP 4, with
-    # shards of other sizes, would then clip by other norms
+    # torch.norm in fp32 on the CPU is off by some 1e-6, more for larger tensors: TP 1 and TP 4,
+    # with shards of other sizes, would clip by other norms
     yield clip_grads, "l2_norm_impl", _l2_norm
     yield moe_utils, "maybe_move_tensor_to_cpu", _move_to_host
     yield FileSystemWriterAsync, "preload_tensors", staticmethod(_preload_copies)

@@ -225,16 +225,23 @@ class Attention(Case):
 class Embedding(Case):
     layouts = {"y": "tokens", "dw": "rows"}
 
+    def __init__(self, vocabulary, streams):
+        self.vocabulary, self.streams = vocabulary, streams
+
     def whole(self):
-        ids = torch.randint(0, 48, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
-        ids[0, :9] = 47  # one owner is asked for much more than the others
-        return ids, random(48, HIDDEN), random(SEQ, BATCH, HIDDEN, seed=3)
+        last = self.vocabulary - 1
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, last, (BATCH, SEQ), generator=generator)
+        ids[0, :9] = last  # one owner is asked for much more than the others
+        return ids, random(self.vocabulary, HIDDEN), random(SEQ, BATCH, HIDDEN, seed=3)
 
     def sharded(self, degree, rank):
         ids, table, dy = self.whole()
         layer = embedding.TSPVocabParallelEmbedding(
-            48, HIDDEN, config=config(degree), init_method=lambda w: None
+            self.vocabulary, HIDDEN, config=config(degree), init_method=lambda w: None
         )
+        layer.set_block("ring", wide_grads=True)
+        assert layer.streams_table(SEQ * BATCH // degree) == self.streams
         layer.weight.data.copy_(_rows(table, degree, rank))
         y = layer(ids)
         y.backward(_local(dy, degree, rank))
@@ -265,7 +272,7 @@ class Loss(Case):
         x = _local(x, degree, rank).requires_grad_()
         w = _rows(w, degree, rank).requires_grad_()
         group = dist.group.WORLD
-        block = Block(stream("ring", group), "loss", True, lambda: (w,))
+        block = Block(stream("ring", group), "loss", lambda: (w,))
         value = loss.cross_entropy(x, w, labels, block, group, self.chunk)
         value.backward(dloss)
         return {"loss": value, "dx": x.grad, "dw": w.grad}
@@ -338,7 +345,8 @@ CASES = {
     "gqa-fewer-than-ranks": Attention(2),
     "mqa": Attention(1),
     "mha-large-logits": Attention(12, scale=100.0),
-    "embedding": Embedding(),
+    "embedding": Embedding(96, streams=False),
+    "embedding-table": Embedding(12, streams=True),
     "loss": Loss(chunk=1000),
     "loss-chunked": Loss(chunk=7),
     "loss-large-logits": Loss(chunk=16, scale=100.0),
@@ -402,6 +410,8 @@ def _break(what):
         Gradients.add_product = lambda self, index, dy, x: (
             add(self, index, dy, x) if dist.get_rank() else add(self, index, 0 * dy, x)
         )
+        add_sum = Gradients.add
+        Gradients.add = lambda self, index, value: add_sum(self, index, dist.get_rank() * value)
 
 
 def _broken(what, degree, name):
@@ -416,6 +426,8 @@ def _broken(what, degree, name):
     [
         ("zigzag", "mha"),
         ("zigzag", "embedding"),
+        ("zigzag", "embedding-table"),
+        ("dropped dW", "embedding-table"),
         ("kv order", "mha"),
         ("doubled loss gradient", "loss"),
         ("dropped dW", "swiglu"),

@@ -4,6 +4,7 @@ Every module whose weights stream has one. It says what starts to travel while i
 used: the next block's weights, in the order of the forward, of a recompute, or of the backward.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class Block:
         stream: how they travel.
         kind: what their traffic is counted under: "attention", "mlp", "loss".
         wide_grads: sum dW of low-precision weights in fp32, on the wire too.
+        fused: use Apex's kernel for that sum (--gradient-accumulation-fusion).
         fetch: returns this rank's shards, through the module's call.
 
     Attributes:
@@ -38,12 +40,18 @@ class Block:
     """
 
     def __init__(
-        self, stream: Stream, kind: str, wide_grads: bool, fetch: Callable[[], Sequence[Tensor]]
+        self,
+        stream: Stream,
+        kind: str,
+        fetch: Callable[[], Sequence[Tensor]],
+        wide_grads: bool = True,
+        fused: bool = False,
     ):
         self.stream = stream
         self.kind = kind
-        self.wide_grads = wide_grads
         self.fetch = fetch
+        self.wide_grads = wide_grads
+        self.accumulate = _apex_accumulate() if fused else None
         self.after_forward: Successor | None = None
         self.after_recompute: Successor | None = None
         self.after_backward: Successor | None = None
@@ -60,7 +68,7 @@ class Block:
     def gradients(self, shards: Shards, needed: Sequence[bool]) -> Gradients:
         """Where the backward sums dW of `shards`."""
         dtype = None if self.wide_grads else shards[0].dtype
-        return Gradients(shards, needed, dtype)
+        return Gradients(shards, needed, dtype, self.accumulate)
 
     def backward(self, shards: Shards, grads: Gradients) -> Iterator[tuple[int, Shards]]:
         """Walk backward."""
@@ -93,3 +101,8 @@ def _delivered(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     main_grad.add_(grad)
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
+
+
+def _apex_accumulate() -> Callable[[Tensor, Tensor, Tensor], None]:
+    """fp32 += lowᵀ·low in one kernel; (x, dy, target)."""
+    return importlib.import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32

@@ -1,7 +1,11 @@
-"""Token embeddings for local tokens: each owner sends the rows that a rank's tokens need.
+"""Token embeddings for local tokens, from a table that is sharded over the vocabulary.
 
-The table is sharded over the vocabulary and every rank knows all token ids, so both ends know which
-rows travel: no ids are sent, and each row travels once, to the one rank that needs it.
+Two ways, the same result; which one moves fewer bytes depends on the shape:
+
+- rows: each owner sends the rows that a rank's tokens need. Every rank knows all token ids, so both
+  ends know which rows travel: no ids are sent, and each row goes to the one rank that needs it.
+- table: the shards travel past the tokens, as other weights do; for long sequences and small
+  vocabularies.
 """
 
 import torch
@@ -11,59 +15,112 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch import Tensor
 
-from megatron_tsp import zigzag
-from megatron_tsp.traffic import block
+from megatron_tsp import parallel_state, zigzag
+from megatron_tsp.layers.block import Block, deliver
+from megatron_tsp.streaming import stream
+from megatron_tsp.traffic import block as label
 
 
 class _Rows(torch.autograd.Function):
-    """Look up local tokens in a table sharded over the group.
-
-    ids [D, n]: the token ids of all ranks, each rank's in its local order; weight [V/D, h].
-    Returns [n, h] for the ids of this rank.
-    """
+    """ids [D, n], the token ids of all ranks, each rank's in its local order; weight [V/D, h] → the
+    rows [n, h] of this rank's ids."""
 
     @staticmethod
     def forward(ctx, ids, weight, group):
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        size, rank = group.size(), group.rank()
         first, rows = rank * weight.size(0), weight.size(0)
         owners = ids.div(rows, rounding_mode="floor")
         asked = ids[owners == rank] - first  # by rank, then in the rank's order
         wanted = owners[rank].argsort(stable=True)  # own tokens, by owner
         sizes = torch.stack([(owners == rank).sum(1), owners[rank].bincount(minlength=size)])
-        ctx.sizes = to_send, to_receive = sizes.tolist()
+        ctx.to_send, ctx.to_receive = sizes.tolist()
         ctx.group, ctx.rows = group, rows
         ctx.save_for_backward(asked, wanted)
-        arrived = _all_to_all(weight[asked], to_receive, to_send, group)
+        arrived = _all_to_all(weight[asked], ctx.to_receive, ctx.to_send, group)
         return torch.empty_like(arrived).index_copy_(0, wanted, arrived)
 
     @staticmethod
     def backward(ctx, dy):
         asked, wanted = ctx.saved_tensors
-        sent, received = ctx.sizes
-        wide = torch.promote_types(dy.dtype, torch.float32)
-        home = _all_to_all(dy[wanted], sent, received, ctx.group)
-        dweight = dy.new_zeros(ctx.rows, dy.size(-1), dtype=wide)
-        return None, dweight.index_add_(0, asked, home.to(wide)), None
+        home = _all_to_all(dy[wanted], ctx.to_send, ctx.to_receive, ctx.group)
+        return None, _summed(home, asked, ctx.rows), None
 
 
 def _all_to_all(rows: Tensor, receive: list[int], send: list[int], group) -> Tensor:
-    if group is None or group.size() == 1:
+    if group.size() == 1:
         return rows
     arrived = rows.new_empty(sum(receive), *rows.shape[1:])
-    with block("embedding"):
+    with label("embedding"):
         dist.all_to_all_single(arrived, rows, receive, send, group=group)
     return arrived
+
+
+def _summed(rows: Tensor, at: Tensor, size: int) -> Tensor:
+    """[size, h], fp32 at least, with `rows` added up at the indices `at`."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows.new_zeros(size, rows.size(-1), dtype=wide).index_add_(0, at, rows.to(wide))
+
+
+class _Table(torch.autograd.Function):
+    """ids [n] of this rank; weight [V/D, h] → [n, h], while the shards pass. The backward needs no
+    weights: only dW travels."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, block: Block, training):
+        ctx.block, ctx.shards = block, (weight,)
+        ctx.save_for_backward(ids)
+        y = weight.new_empty(ids.size(0), weight.size(1))
+        for owner, (table,) in block.forward(ctx.shards, training):
+            at, rows = _owned(ids, owner, weight.size(0))
+            y[at] = table[rows]
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        size = ctx.shards[0].size(0)
+        grads = ctx.block.gradients(ctx.shards, ctx.needs_input_grad[1:2])
+        for owner, _ in ctx.block.backward((), grads):
+            at, rows = _owned(ids, owner, size)
+            grads.add(0, _summed(dy[at], rows, size))
+        return None, *deliver(ctx.shards, grads), None, None
+
+
+def _owned(ids: Tensor, owner: int, size: int) -> tuple[Tensor, Tensor]:
+    """(places of the ids in the owner's shard, their rows there)."""
+    at = (ids.div(size, rounding_mode="floor") == owner).nonzero().squeeze(1)
+    return at, ids[at] - owner * size
 
 
 class TSPVocabParallelEmbedding(VocabParallelEmbedding):
     """Megatron's vocabulary-sharded table, looked up for the local tokens in zigzag order."""
 
+    def set_block(self, schedule: str, wide_grads: bool) -> None:
+        """How the table travels, where it does."""
+        walk = stream(schedule, parallel_state.weight_group(self.tp_group))
+        self.block = Block(walk, "embedding", lambda: (self.weight,), wide_grads)
+
+    def streams_table(self, tokens: int) -> bool:
+        """Whether the table moves fewer bytes than the rows of `tokens` local tokens.
+
+        Forward and backward together, each times (D-1)/D: 2·tokens·h elements by rows; V·h and as
+        many of dW by table.
+        """
+        element = self.weight.element_size()
+        of_dw = max(element, 4) if self.block.wide_grads else element
+        return 2 * tokens * element > self.num_embeddings * (element + of_dw)
+
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids int64 [b, s], the same on all ranks → [s/D, b, h]."""
         size, rank = self.tp_group.size(), self.tp_group.rank()
-        by_rank = [zigzag.take(input_ids, 1, size, r).t() for r in range(size)]  # [s/D, b] each
-        ids = torch.stack(by_rank).flatten(1)
-        return _Rows.apply(ids, self.weight, self.tp_group).view(*by_rank[rank].shape, -1)
+        mine = zigzag.take(input_ids, 1, size, rank).t()  # [s/D, b]
+        if self.streams_table(mine.numel()):
+            training = torch.is_grad_enabled()
+            rows = _Table.apply(mine.flatten(), self.weight, self.block, training)
+        else:
+            by_rank = [zigzag.take(input_ids, 1, size, r).t() for r in range(size)]
+            rows = _Rows.apply(torch.stack(by_rank).flatten(1), self.weight, self.tp_group)
+        return rows.view(*mine.shape, -1)
 
 
 class TSPLanguageModelEmbedding(LanguageModelEmbedding):

@@ -108,7 +108,7 @@ class _Streamed:
     def set_block(self, schedule: str, kind: str, wide_grads: bool) -> None:
         """Choose how the shards travel, and what this is counted under."""
         walk = stream(schedule, parallel_state.weight_group(self.tp_group))
-        self.block = Block(walk, kind, wide_grads, self._fetch)
+        self.block = Block(walk, kind, self._fetch, wide_grads, self.gradient_accumulation_fusion)
 
     def _fetch(self) -> tuple[Tensor, ...]:
         weight, bias = self(None, shards_only=True)[:2]

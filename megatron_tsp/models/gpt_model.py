@@ -38,6 +38,7 @@ class TSPGPTModel(GPTModel):
             _become(
                 self.embedding.word_embeddings, VocabParallelEmbedding, TSPVocabParallelEmbedding
             )
+            self.embedding.word_embeddings.set_block(options.vocab_schedule, options.wide_grads)
             if self.embedding.add_position_embedding:
                 # Each rank sees its own positions only: Megatron sums such gradients.
                 self.embedding.position_embeddings.weight.sequence_parallel = True

@@ -46,6 +46,10 @@ def run(argv=None, program_start=None) -> None:
         from megatron_tsp.training import hooks
 
         hooks.install(args)
+    if args.tsp_log_traffic:
+        from megatron_tsp.training import log_traffic
+
+        log_traffic.install(args.log_interval)
     if args.tsp_record:
         from megatron_tsp.training import record
 

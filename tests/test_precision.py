@@ -1,0 +1,134 @@
+"""dW in low precision: the error against fp64 does not grow with D, and it lands in main_grad."""
+
+import sys
+import types
+
+import pytest
+import torch
+from layers_common import config, random, start
+from megatron.core.transformer.mlp import MLPSubmodules
+from ranks import run
+
+from megatron_tsp import traffic
+from megatron_tsp.layers.linear import TSPColumnParallelLinear, TSPRowParallelLinear
+from megatron_tsp.layers.mlp import TSPMLP
+from megatron_tsp.options import TSPOptions
+
+SEQ, HIDDEN, FFN = 256, 64, 64
+
+
+def _mlp(degree, rank, options, **changes):
+    settings = config(
+        degree, hidden_size=HIDDEN, num_attention_heads=8, num_query_groups=8, ffn_hidden_size=FFN,
+        params_dtype=torch.bfloat16, gated_linear_unit=False, activation_func=torch.relu, **changes,
+    )  # fmt: skip
+    linears = [TSPColumnParallelLinear, TSPRowParallelLinear]
+    how = {"schedule": options.mlp_schedule, "kind": "mlp", "wide_grads": options.wide_grads}
+    builders = [lambda *a, cls=cls, **k: cls(*a, **k, **how) for cls in linears]
+    mlp = TSPMLP(settings, MLPSubmodules(*builders), ffn_hidden_size=FFN)
+    w1, w2 = _weights()
+    mlp.linear_fc1.weight.data.copy_(w1.chunk(degree)[rank])
+    mlp.linear_fc2.weight.data.copy_(w2.chunk(degree, 1)[rank])
+    return mlp
+
+
+def _weights():
+    """Exact in bf16."""
+    return random(FFN, HIDDEN, seed=1).bfloat16(), random(HIDDEN, FFN, seed=2).bfloat16()
+
+
+def _tokens():
+    return random(SEQ, 1, HIDDEN).bfloat16(), random(SEQ, 1, HIDDEN, seed=3).bfloat16()
+
+
+def _main_grads(degree, options):
+    """Each rank's dW as Megatron's optimizer sees it, after two micro-batches."""
+    group = start(degree)
+    mlp = _mlp(degree, group.rank(), options)
+    weights = mlp.linear_fc1.weight, mlp.linear_fc2.weight
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.grad_added_to_main_grad = False
+    x, dy = (t.chunk(degree)[group.rank()] for t in _tokens())
+    for _ in range(2):
+        y, _ = mlp(x.clone().requires_grad_())
+        y.backward(dy)
+    assert all(weight.grad_added_to_main_grad for weight in weights)
+    return [weight.main_grad for weight in weights]
+
+
+def _reference():
+    (w1, w2), (x, dy) = _weights(), _tokens()
+    w1, w2, x, dy = (t.double().requires_grad_() for t in (w1, w2, x, dy))
+    y = torch.relu(x @ w1.t()) @ w2.t()
+    for _ in range(2):
+        y.backward(dy, retain_graph=True)
+    return w1.grad, w2.grad
+
+
+def _error(degree, options):
+    got = run(_main_grads, degree, degree, options)
+    whole = torch.cat([g[0] for g in got]), torch.cat([g[1] for g in got], dim=1)
+    pairs = zip(whole, _reference(), strict=True)
+    return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "broadcast", "gather"])
+def test_the_error_does_not_grow_with_the_degree(schedule):
+    options = TSPOptions(mlp_schedule=schedule)
+    errors = {degree: _error(degree, options) for degree in (2, 4, 8)}
+    for small, large in zip(errors[2], errors[8], strict=True):
+        assert large <= 1.1 * small, errors
+
+
+def test_twin_in_the_parameters_dtype_it_does():
+    options = TSPOptions(wide_grads=False)
+    for small, large in zip(_error(2, options), _error(8, options), strict=True):
+        assert large > 1.2 * small
+
+
+def _frozen():
+    group = start(2)
+    mlp = _mlp(2, group.rank(), TSPOptions())
+    mlp.linear_fc1.weight.requires_grad_(False)
+    counter = traffic.install()
+    x, dy = (t.chunk(2)[group.rank()] for t in _tokens())
+    y, _ = mlp(x.clone().requires_grad_())
+    counter.reset()
+    y.backward(dy)
+    assert mlp.linear_fc1.weight.grad is None and mlp.linear_fc2.weight.grad is not None
+    return counter.total()
+
+
+def test_a_frozen_weight_sends_no_gradient():
+    weights, dw_of_one = 2 * FFN * HIDDEN * 2, FFN * HIDDEN * 4
+    assert run(_frozen, 2) == [(weights + dw_of_one) // 2] * 2
+
+
+def _with_apexs_kernel():
+    """A stand-in that notes its calls: the kernel itself needs a GPU."""
+    calls = []
+
+    def wgrad_gemm_accum_fp32(x, dy, target):
+        calls.append(target.dtype)
+        target.add_(dy.float().t() @ x.float())
+
+    module = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32
+    sys.modules[module.__name__] = module
+    from megatron.core.tensor_parallel import layers
+
+    layers._grad_accum_fusion_available = True
+    group = start(2)
+    mlp = _mlp(2, group.rank(), TSPOptions(), gradient_accumulation_fusion=True)
+    x, dy = (t.chunk(2)[group.rank()] for t in _tokens())
+    y, _ = mlp(x.clone().requires_grad_())
+    y.backward(dy)
+    assert calls == [torch.float32] * 4  # two weights, two owners
+    return mlp.linear_fc1.weight.grad
+
+
+def test_gradient_accumulation_fusion_uses_apexs_kernel():
+    got = torch.cat(run(_with_apexs_kernel, 2))
+    want = _reference()[0] / 2
+    assert float((got.double() - want).norm() / want.norm()) < 0.01
