@@ -34,7 +34,7 @@ MIB = 2**20
 
 STOCK = "megatron_tsp.pretrain_gpt"
 #: What a rank runs, by --reduce-scatter.
-ENTRIES = {"direct": "benchmarks.rank", "gloo": STOCK}
+ENTRIES = {"ring": "benchmarks.rank", "gloo": STOCK}
 
 
 @dataclass
@@ -57,7 +57,7 @@ def parser(description: str, rounds: int) -> argparse.ArgumentParser:
     add("--arms", nargs="+", default=list(ARMS), help="the first is the base of ratios")
     add("--rounds", type=int, default=rounds, help="runs of each arm, interleaved (%(default)s)")
     add("--iterations", type=int, default=14, help="training steps of a run (%(default)s)")
-    add("--reduce-scatter", choices=list(ENTRIES), default="direct", help="see benchmarks/rank.py")
+    add("--reduce-scatter", choices=list(ENTRIES), default="ring", help="see benchmarks/rank.py")
     add("--config", default=str(CONFIG), help="the model, as for `megatron-tsp ab`")
     add("--out", default=None, help="folder for report.json, records and logs")
     return parser

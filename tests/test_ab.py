@@ -357,8 +357,8 @@ def test_flags_that_arms_run_without_are_noted(tmp_path):
     assert ab._left_out(read_back, made) == [
         "left out of MODEL_ARGS: --save-interval, --tsp-record",
         "left out of MODEL_ARGS by tsp: --save, --tensor-model-parallel-size",
-        "left out of MODEL_ARGS by tp1: --save, --tensor-model-parallel-size, "
-        "--pipeline-model-parallel-size",
+        "left out of MODEL_ARGS by tp1: --pipeline-model-parallel-size, --save, "
+        "--tensor-model-parallel-size",
     ]
     notes = ab._about(read_back, made, "the seed")["notes"]
     assert "left out of MODEL_ARGS: --save-interval, --tsp-record" in notes

@@ -1,11 +1,14 @@
 """The entry, end to end: Megatron's `pretrain` with `--tsp-size`, against TP 1; checkpoints."""
 
+import os
 import re
+import sys
 from functools import cache
 
 import pytest
 import torch.distributed as dist
-from training import grad_norms, losses, train
+from ranks import RankFailed, run
+from training import TINY, grad_norms, losses, train, train_megatrons
 
 from megatron_tsp import zigzag
 from megatron_tsp.gradients import Gradients
@@ -51,6 +54,10 @@ def _assert_same(ranks, expected, loss=1.5 * ULP, grad_norm=1e-6):
             "--ddp-bucket-size 5000"),
         (2, "--tsp-size 2 --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1"),
+        (2, "--tsp-size 2 --tsp-blocks mlp"),
+        (2, "--tsp-size 2 --tsp-blocks attention --tsp-mlp-save-activations"),
+        (2, "--tsp-size 2 --tsp-attention-schedule gather --tsp-mlp-schedule broadcast "
+            "--tsp-vocab-schedule gather --tsp-mlp-save-activations"),
         (2, "--tsp-size 2 --recompute-granularity selective --recompute-modules core_attn mlp "
             "layernorm"),
     ],
@@ -75,11 +82,39 @@ def test_vocabulary_that_needs_padding(reference, tmp_path):
     _assert_same(ranks, reference(vocabulary))
 
 
-def test_without_tsp_it_is_megatron_to_the_bit(reference, tmp_path):
-    """The flags of the plugin alone change nothing."""
-    again = train(tmp_path, 1, LLAMA)
-    assert losses(again) == losses(reference(LLAMA))
-    assert grad_norms(again) == grad_norms(reference(LLAMA))
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no Megatron-LM checkout")
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, LLAMA),
+        (2, f"{GPT2} --tensor-model-parallel-size 2"),
+        (2, f"{LLAMA} --use-distributed-optimizer"),
+    ],
+)
+def test_without_tsp_it_is_megatron_lms_own_script_to_the_bit(tmp_path, world, flags):
+    ours = train(tmp_path / "ours", world, flags)
+    theirs = train_megatrons(CHECKOUT, tmp_path / "theirs", world, flags)
+    assert losses(ours) == losses(theirs)
+    assert grad_norms(ours) == grad_norms(theirs)
+
+
+def _default_model():
+    from megatron.training.models import GPTModelConfig
+
+    from megatron_tsp.models.gpt import model_config_from_args
+    from megatron_tsp.training.main import parse
+
+    sys.argv = ["pretrain_gpt.py", *TINY]
+    config = model_config_from_args(parse(on_cpu=True))
+    assert type(config) is GPTModelConfig and config.transformer_layer_spec is None
+    return config.get_builder_cls().__module__
+
+
+def test_without_tsp_the_model_is_built_by_megatrons_builder():
+    assert run(_default_model, 1) == ["megatron.training.models.gpt"]
 
 
 def _wrong_keys():
@@ -107,6 +142,7 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path, breaking):
         _assert_same(broken, reference(LLAMA))
 
 
+DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 SAVE = "--save {0}/ckpt --save-interval 3 --ckpt-format torch_dist"
 LOAD = "--load {0}/ckpt --ckpt-format torch_dist"
 
@@ -130,6 +166,8 @@ def test_saved_and_resumed_it_is_the_uninterrupted_run(tmp_path, optimizer):
         ((1, ""), (4, "--tsp-size 4")),
         ((4, "--tsp-size 4"), (2, "--tsp-size 2")),
         ((2, "--tsp-size 2"), (4, "--tsp-size 2 --pipeline-model-parallel-size 2")),
+        ((2, f"{TP_SP.format(2)} {DISTRIBUTED}"), (4, f"--tsp-size 2 {DISTRIBUTED}")),
+        ((2, f"--tsp-size 2 {DISTRIBUTED}"), (4, f"{TP_SP.format(4)} {DISTRIBUTED}")),
     ],
 )
 def test_a_run_flips_in_the_middle(reference, tmp_path, before, after):
@@ -142,6 +180,28 @@ def test_a_run_flips_in_the_middle(reference, tmp_path, before, after):
     rest = train(tmp_path / "rest", world, loading)
     joined = [[*first[0], *next(rank for rank in rest if rank[0]["loss"] is not None)]]
     _assert_same(joined, reference(LLAMA))
+
+
+def test_interleaved_pipeline_continues_what_one_rank_began(reference, tmp_path):
+    """Pipeline stages draw other weights: start them all from one checkpoint."""
+    deep = f"{LLAMA} --num-layers 4"
+    train(tmp_path / "first", 1, f"{deep} {SAVE.format(tmp_path)} --exit-interval 3", exits=True)
+    grid = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    rest = train(
+        tmp_path / "rest", 4, f"{deep} --tsp-size 2 {grid} {LOAD.format(tmp_path)} --no-load-rng"
+    )
+    last = next(rank for rank in rest if rank[0]["loss"] is not None)
+    _assert_same([last], [reference(deep)[0][3:]])
+
+
+def test_hidden_dropout_resumes(tmp_path):
+    flags = f"{LLAMA} --hidden-dropout 0.1 --tsp-size 2"
+    whole = train(tmp_path / "whole", 2, flags)
+    saving = f"{flags} {SAVE.format(tmp_path)} --exit-interval 3"
+    first = train(tmp_path / "first", 2, saving, exits=True)
+    rest = train(tmp_path / "rest", 2, f"{flags} {LOAD.format(tmp_path)}")
+    assert losses(first) + losses(rest) == losses(whole)
+    assert losses(whole) != losses(train(tmp_path / "without", 2, f"{LLAMA} --tsp-size 2"))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +224,5 @@ def test_a_run_flips_in_the_middle(reference, tmp_path, before, after):
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_name(tmp_path, flags, message):
-    from ranks import RankFailed
-
     with pytest.raises(RankFailed, match=re.escape(message)):
         train(tmp_path, 1, flags)

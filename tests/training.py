@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import sys
 
 from ranks import run
@@ -20,22 +21,53 @@ TINY = f"""
 """.split()
 
 
+#: What CPU mode sets by itself, for a script that does not know it.
+CPU_FLAGS = """
+--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-rope-fusion
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --num-workers 0
+""".split()
+
+
+def _flags(argv):
+    dropped = {flag.removeprefix("no:") for flag in argv if flag.startswith("no:")}
+    return [flag for flag in (*TINY, *argv) if flag not in dropped and not flag.startswith("no:")]
+
+
 def _train(argv, folder, before, exits):
     from megatron_tsp.training.main import run as train
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     sys.argv = ["pretrain_gpt.py"]
-    dropped = {flag.removeprefix("no:") for flag in argv if flag.startswith("no:")}
-    flags = [flag for flag in (*TINY, *argv) if flag not in dropped and not flag.startswith("no:")]
     if before is not None:
         before()
     try:
-        train([*flags, "--tsp-record", folder])
+        train([*_flags(argv), "--tsp-record", folder])
     except SystemExit:
         if not exits:
             raise
+    return _recorded(folder)
+
+
+def _recorded(folder):
     with open(f"{folder}/rank{os.environ['RANK']}.jsonl") as lines:
         return [json.loads(line) for line in lines]
+
+
+def _train_megatrons(checkout, argv, folder):
+    from megatron_tsp import wheel
+    from megatron_tsp.training import record
+
+    wheel.fill_gaps()
+    record.install(folder)
+    sys.path.insert(0, checkout)  # pretrain_gpt.py's neighbours
+    sys.argv = ["pretrain_gpt.py", *CPU_FLAGS, *_flags(argv)]
+    runpy.run_path(f"{checkout}/pretrain_gpt.py", run_name="__main__")
+    return _recorded(folder)
+
+
+def train_megatrons(checkout, folder, world: int, flags: str = "") -> list:
+    """As `train`, by the pretrain_gpt.py of a Megatron-LM checkout."""
+    return run(_train_megatrons, world, checkout, flags.split(), str(folder), timeout=180)
 
 
 def train(folder, world: int, flags: str = "", before=None, exits: bool = False) -> list:
