@@ -19,6 +19,7 @@ from megatron_tsp.errors import TSPError
 #: Payload to shaped rate: headers take 4 to 5 %, ramping up a little; above 1 nothing is shaped.
 LOWEST, HIGHEST = 0.75, 1.02
 PROBE_S = 2  # of transfer at the shaped rate
+PROBE_LIMIT_S = 300
 
 
 @dataclass
@@ -51,8 +52,14 @@ def check_shaping(network: Network, folder: Path) -> dict[str, float]:
     out.unlink(missing_ok=True)
     mebibytes = max(1, round(network.bits_per_s / 8 * PROBE_S / sidebyside.MIB))
     probe = [sys.executable, "-m", "benchmarks.probe", str(out.resolve()), str(mebibytes)]
-    done = subprocess.run(launcher(network, folder, probe), timeout=300)
-    if done.returncode or not out.exists():
+    command = launcher(network, folder, probe)
+    with subprocess.Popen(command, start_new_session=True) as job:
+        try:
+            code = job.wait(PROBE_LIMIT_S)
+        except BaseException:
+            job.terminate()  # not kill: it has ranks to end
+            raise
+    if code or not out.exists():
         raise TSPError(f"the probe of the links failed; its logs are in {folder}")
     rates = json.loads(out.read_text())
     for kind, rate in rates.items():

@@ -77,6 +77,9 @@ def main(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) ->
     except (TSPError, runner.ArmFailed) as error:
         print(f"benchmark: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, TSPError) else 1
+    except KeyboardInterrupt:
+        print("benchmark: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

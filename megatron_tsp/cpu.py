@@ -134,9 +134,10 @@ def sign_of_gpu() -> str | None:
     for device in ("/dev/nvidiactl", "/dev/kfd"):  # NVIDIA's and AMD's drivers
         if os.path.exists(device):
             return f"{device} exists"
-    for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"):
+    # a list of ids, where 0 is a GPU; a count, where it is none
+    for name, none in (("SLURM_JOB_GPUS", ""), ("SLURM_GPUS_ON_NODE", "0")):
         value = os.environ.get(name, "").strip()
-        if value not in ("", "0"):
+        if value not in ("", none):
             return f"{name}={value}"
     return None
 

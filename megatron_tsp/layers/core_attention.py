@@ -202,22 +202,29 @@ def _attend_backward(dout, queries, out, local, whole, works, lse, target, layou
     """Write dq of one head group into target; returns this rank's part of dK and dV, like whole."""
     kv_heads, batch = whole.size(2), whole.size(1)
     dout, q, out = (_by_query_group(t, kv_heads) for t in (dout, queries, out))
-    dwhole = torch.zeros_like(whole)
 
-    def part(own: slice, keys: Tensor, place: slice, causal: bool) -> Tensor:
+    def part(own: slice, keys: Tensor, causal: bool) -> tuple[Tensor, list[Tensor]]:
         k, v = (_by_query_group(t, kv_heads) for t in keys.unbind(3))
         of_own = (t[:, :, own] for t in (out, lse))
         dq, *dkv = flash.backward(dout[:, :, own], q[:, :, own], k, v, *of_own, causal, scale)
-        for total, value in zip(dwhole[place].unbind(3), dkv, strict=True):
-            total.add_(_as_tokens(value, batch).squeeze(3))
-        return dq
+        return dq, [_as_tokens(t, batch).squeeze(3) for t in dkv]
 
-    dqs = [part(own, local[own], place, True) for own, place in layout.diagonals()]
+    diagonals = [part(own, local[own], True) for own, _ in layout.diagonals()]
     wait_all(works)
-    for (own, _), full, dq in zip(layout.diagonals(), layout.full(), dqs, strict=True):
+    dwhole = torch.empty_like(whole)
+    dwhole[: layout.rank * layout.chunk] = 0  # chunks behind all local queries
+    put = Tensor.copy_  # the high chunk sees all that the low one sees: it writes, the low one adds
+    for at in reversed(range(len(diagonals))):
+        (own, place), full, (dq, dkv) = layout.diagonals()[at], layout.full()[at], diagonals[at]
         if full is not None:
-            dq = dq.add_(part(own, whole[full[1]], full[1], False))
+            more, more_dkv = part(own, whole[full[1]], False)
+            dq = dq.add_(more)
+            for total, value in zip(dwhole[full[1]].unbind(3), more_dkv, strict=True):
+                put(total, value)
+        for total, value in zip(dwhole[place].unbind(3), dkv, strict=True):
+            put(total, value)
         target[own] = _as_tokens(dq, batch)
+        put = Tensor.add_
     return dwhole
 
 
