@@ -190,8 +190,8 @@ def _nbytes(tensors) -> int:
 
 def _share(size: int, ranks: int, times: int = 1) -> int | Fraction:
     """times * size * (ranks - 1) / ranks, exactly; an int when it is whole."""
-    share = Fraction(times * size * (ranks - 1), ranks)
-    return share.numerator if share.denominator == 1 else share
+    whole, rest = divmod(times * size * (ranks - 1), ranks)
+    return whole + Fraction(rest, ranks) if rest else whole
 
 
 def _argument(args: tuple, kwargs: dict, position: int, *names: str, default=None):
