@@ -7,7 +7,7 @@ ab: setup ## train a small model as TP+SP and as TSP on this machine, and compar
 	$(PYTHON) -m megatron_tsp.cli ab configs/tiny_cpu/ab.yaml
 
 test: setup ## all tests
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2
 
 lint: setup
 	$(PYTHON) -m ruff check .

@@ -187,8 +187,8 @@ class MLP(Case):
 class Attention(Case):
     layouts = dict.fromkeys(("out", "dq", "dk", "dv"), "tokens")
 
-    def __init__(self, kv_heads, scale=1.0):
-        self.kv_heads, self.scale = kv_heads, scale
+    def __init__(self, kv_heads, scale=1.0, split=True):
+        self.kv_heads, self.scale, self.split = kv_heads, scale, split
 
     def whole(self):
         d = 4
@@ -202,6 +202,7 @@ class Attention(Case):
             t.requires_grad_()
         groups = type("Groups", (), {"cp": dist.group.WORLD})
         settings = config(1, num_query_groups=self.kv_heads, kv_channels=4)
+        core_attention._WORTH_SPLITTING = 0 if self.split else 2**30
         core = core_attention.TSPCoreAttention(
             settings, 1, AttnMaskType.causal, "self", pg_collection=groups
         )
@@ -341,6 +342,7 @@ CASES = {
     "swiglu-clamped": MLP(True, F.silu, activation_func_clamp_value=0.7, glu_linear_offset=1.0),
     "gelu-bias": MLP(False, F.gelu, bias=True),
     "mha": Attention(12),
+    "mha-in-one-exchange": Attention(12, split=False),
     "gqa": Attention(4),
     "gqa-fewer-than-ranks": Attention(2),
     "mqa": Attention(1),

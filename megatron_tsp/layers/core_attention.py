@@ -111,7 +111,7 @@ class _ZigzagAttention(torch.autograd.Function):
         layout = _Layout(size, rank, q.size(0) // (1 if size == 1 else 2))
         ctx.layout, ctx.scale, ctx.group = layout, scale, group
         v = v.contiguous()  # a view would keep the packed QKV alive until the backward
-        exchange, groups = _Exchange(group, layout), _head_groups(k.size(2), size)
+        exchange, groups = _Exchange(group, layout), _head_groups(k, size)
         rep = q.size(2) // k.size(2)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lses = []
@@ -126,18 +126,19 @@ class _ZigzagAttention(torch.autograd.Function):
                 queries = q[:, :, _query_heads(heads, rep)]
                 target = out[:, :, _query_heads(heads, rep)].unflatten(2, (-1, rep))
                 lses.append(_attend(queries, local, whole, works, target, layout, scale))
-        ctx.save_for_backward(q, k, v, out, torch.stack(lses))
+        ctx.save_for_backward(q, k, v, out, torch.cat(lses))
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, lses = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         layout = ctx.layout
-        exchange, groups = _Exchange(ctx.group, layout), _head_groups(k.size(2), layout.size)
+        exchange, groups = _Exchange(ctx.group, layout), _head_groups(k, layout.size)
         rep = q.size(2) // k.size(2)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v)
+        lses = iter(lse.split([(h.stop - h.start) * k.size(1) for h in groups]))
         leaving = None
         with block("attention"):
             packed = _pack(k, v, groups[0])
@@ -151,7 +152,7 @@ class _ZigzagAttention(torch.autograd.Function):
                 target = dq[:, :, of_heads].unflatten(2, (-1, rep))
                 slices = (t[:, :, of_heads] for t in (dout, q, out))
                 dwhole = _attend_backward(
-                    *slices, local, whole, works, lses[at], target, layout, ctx.scale
+                    *slices, local, whole, works, next(lses), target, layout, ctx.scale
                 )
                 if leaving is not None:
                     _unpack(*leaving, dk, dv)
@@ -160,10 +161,18 @@ class _ZigzagAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _head_groups(kv_heads: int, size: int) -> list[slice]:
-    """KV heads by exchange: an owner's share at a time (one head where D exceeds them)."""
-    step = kv_heads // size if kv_heads % size == 0 else 1
-    return [slice(at, at + step) for at in range(0, kv_heads, step)]
+#: Below this many gathered bytes a smaller exchange saves little memory and costs its latency.
+_WORTH_SPLITTING = 4 * 2**20
+
+
+def _head_groups(k: Tensor, size: int) -> list[slice]:
+    """KV heads by exchange: an owner's share at a time (one head where D exceeds them), or more
+    while they are small."""
+    heads = k.size(2)
+    step = heads // size if heads % size == 0 else 1
+    gathered = 2 * k[:, :, :step].numel() * k.element_size() * size
+    step *= max(1, _WORTH_SPLITTING // gathered)
+    return [slice(at, min(at + step, heads)) for at in range(0, heads, step)]
 
 
 def _query_heads(kv_heads: slice, rep: int) -> slice:
