@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
-from megatron_tsp.options import BLOCKS, TSPOptions
+from megatron_tsp.options import BLOCKS, EXCHANGES, TSPOptions
 from megatron_tsp.refusals import refuse
 from megatron_tsp.streaming import SCHEDULES
 
@@ -41,6 +41,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
             default=getattr(defaults, f"{kind}_schedule"),
             help=f"How the {kind} weights travel (default: %(default)s).",
         )
+    group.add_argument(
+        "--tsp-attention-exchange",
+        choices=EXCHANGES,
+        default=defaults.attention_exchange,
+        help="How queries meet the keys of other ranks: gather K and V, one head group at a time, "
+        "or exchange tokens for heads, all to all (default: %(default)s).",
+    )
     group.add_argument(
         "--tsp-grad-dtype",
         choices=("fp32", "param"),
@@ -149,6 +156,7 @@ def options_from_args(args: Namespace) -> TSPOptions:
         attention_schedule=args.tsp_attention_schedule,
         mlp_schedule=args.tsp_mlp_schedule,
         vocab_schedule=args.tsp_vocab_schedule,
+        attention_exchange=args.tsp_attention_exchange,
         wide_grads=args.tsp_grad_dtype == "fp32",
         mlp_save_activations=args.tsp_mlp_save_activations,
         loss_chunk=args.tsp_loss_chunk,
@@ -166,9 +174,13 @@ def describe(args: Namespace) -> str:
     if options.streams_attention:
         travels.append(f"vocabulary by {options.vocab_schedule}")
     tokens = f"{args.seq_length // degree} of {args.seq_length} tokens a sequence"
+    exchange = {
+        "allgather": "in zigzag order; K and V are all-gathered",
+        "alltoall": "in zigzag order; attention exchanges tokens for heads",
+    }[options.attention_exchange]
     rest = {
-        "all": "in zigzag order; K and V are all-gathered",
-        "attention": "in zigzag order; K and V are all-gathered; the MLP stays tensor-parallel",
+        "all": exchange,
+        "attention": f"{exchange}; the MLP stays tensor-parallel",
         "mlp": "as in sequence parallelism; the rest stays tensor-parallel",
     }[options.blocks]
     return (

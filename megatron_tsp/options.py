@@ -6,6 +6,7 @@ from megatron_tsp.errors import TSPError
 from megatron_tsp.streaming import check_schedule
 
 BLOCKS = ("all", "mlp", "attention")
+EXCHANGES = ("allgather", "alltoall")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class TSPOptions:
             Megatron's tensor and sequence parallelism.
         attention_schedule, mlp_schedule, vocab_schedule: how the weights of each kind of block
             travel; keys of `streaming.SCHEDULES`. The first two defaults are the paper's.
+        attention_exchange: how queries meet the keys of other ranks, one of `EXCHANGES`.
         wide_grads: sum dW of low-precision weights in fp32, on the wire too.
         mlp_save_activations: keep the MLP's hidden activations instead of computing them again.
         loss_chunk: tokens whose logits exist at a time in the loss.
@@ -26,6 +28,7 @@ class TSPOptions:
     attention_schedule: str = "broadcast"
     mlp_schedule: str = "ring"
     vocab_schedule: str = "ring"
+    attention_exchange: str = "allgather"
     wide_grads: bool = True
     mlp_save_activations: bool = False
     loss_chunk: int = 1024
@@ -33,6 +36,11 @@ class TSPOptions:
     def __post_init__(self):
         if self.blocks not in BLOCKS:
             raise TSPError(f"TSP blocks {self.blocks!r}: not one of {', '.join(BLOCKS)}")
+        if self.attention_exchange not in EXCHANGES:
+            raise TSPError(
+                f"TSP attention exchange {self.attention_exchange!r}: not one of "
+                f"{', '.join(EXCHANGES)}"
+            )
         for kind in ("attention", "mlp", "vocab"):
             check_schedule(getattr(self, f"{kind}_schedule"), f"TSP {kind} schedule")
         if self.loss_chunk < 1:

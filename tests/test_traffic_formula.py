@@ -6,6 +6,8 @@ Elements that a rank sends, times f = (D-1)/D (docs/design.md):
     recompute   the same once more
     backward    P + P_dW + 4·N·kv   weights, dW, K and V again, dK and dV
 
+and with tokens exchanged for heads (2h + 2kv)·N/D each way instead of 2·N·kv and 4·N·kv,
+
 with P the weights of the layer, N tokens, kv the width of K.
 """
 
@@ -64,7 +66,7 @@ def _layer(degree, changes, options, recompute):
     return forward, _sent(counter)
 
 
-def _expected(degree, changes, recompute, wide):
+def _expected(degree, changes, recompute, wide, alltoall=False):
     f = Fraction(degree - 1, degree)
     kv = changes.get("num_query_groups", HEADS) * WIDTH
     element = torch.empty(0, dtype=changes.get("params_dtype", torch.float32)).element_size()
@@ -73,13 +75,18 @@ def _expected(degree, changes, recompute, wide):
     width = FFN if "activation_func" in changes else 2 * FFN
     attention = HIDDEN * (2 * HIDDEN + 2 * kv) + bias * (HIDDEN + 2 * kv)
     mlp = HIDDEN * (width + FFN) + bias * width
-    exchange = 2 * TOKENS * kv * element
+    back = 2
+    if alltoall:  # tokens for heads; KV heads fewer than D go to all ranks that query them
+        kv_sent = max(kv, degree * WIDTH)
+        exchange, back = (2 * HIDDEN + 2 * kv_sent) * TOKENS * Fraction(element, degree), 1
+    else:
+        exchange = 2 * TOKENS * kv * element
     forward = {
         "attention": f * (attention * element + exchange),
         "mlp": f * mlp * element,
     }
     backward = {
-        "attention": f * (attention * (element + dw_element) + 2 * exchange),
+        "attention": f * (attention * (element + dw_element) + back * exchange),
         "mlp": f * mlp * (element + dw_element),
     }
     if recompute:
@@ -87,7 +94,12 @@ def _expected(degree, changes, recompute, wide):
     return forward, backward
 
 
+ALL_TO_ALL = TSPOptions(attention_exchange="alltoall")
 CASES = [
+    (2, {}, ALL_TO_ALL, False),
+    (3, {}, ALL_TO_ALL, True),
+    (4, {"num_query_groups": 4}, ALL_TO_ALL, False),
+    (4, {"num_query_groups": 2}, ALL_TO_ALL, False),
     (2, {}, TSPOptions(), False),
     (3, {}, TSPOptions(), False),
     (4, {}, TSPOptions(), False),
@@ -108,7 +120,8 @@ CASES = [
 
 @pytest.mark.parametrize(("degree", "changes", "options", "recompute"), CASES)
 def test_a_layer_sends_what_the_formula_says(degree, changes, options, recompute):
-    expected = _expected(degree, changes, recompute, options.wide_grads)
+    alltoall = options.attention_exchange == "alltoall"
+    expected = _expected(degree, changes, recompute, options.wide_grads, alltoall)
     for counted in run(_layer, degree, degree, changes, options, recompute):
         assert counted == expected
 

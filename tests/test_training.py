@@ -12,7 +12,7 @@ from training import TINY, grad_norms, losses, train, train_megatrons
 
 from megatron_tsp import zigzag
 from megatron_tsp.gradients import Gradients
-from megatron_tsp.layers.core_attention import _Layout
+from megatron_tsp.layers.kv_gather import _Layout
 
 ULP = 4.8e-7  # of an fp32 loss between 4 and 8
 
@@ -55,6 +55,7 @@ def _assert_same(ranks, expected, loss=1.5 * ULP, grad_norm=1e-6):
         (2, "--tsp-size 2 --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1"),
         (2, "--tsp-size 2 --tsp-blocks mlp"),
+        (4, "--tsp-size 4 --tsp-attention-exchange alltoall"),
         (2, "--tsp-size 2 --tsp-blocks attention --tsp-mlp-save-activations"),
         (2, "--tsp-size 2 --tsp-attention-schedule gather --tsp-mlp-schedule broadcast "
             "--tsp-vocab-schedule gather --tsp-mlp-save-activations"),

@@ -73,6 +73,12 @@ class TSPSpecProvider(BaselineSpecProvider):
         """The norm is part of the first linear."""
         return True
 
+    def core_attention(self):
+        """Over tokens that are spread, by the exchange that the options name."""
+        if not self.options.streams_attention:
+            return super().core_attention()
+        return partial(TSPCoreAttention, exchange=self.options.attention_exchange)
+
     def _streamed(self, schedule: str, kind: str):
         how = {"schedule": schedule, "kind": kind, "wide_grads": self.options.wide_grads}
         return (
