@@ -6,6 +6,7 @@ and one for K and V: NCCL runs what shares a communicator one after the other, a
 queue behind Megatron's collectives.
 """
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
@@ -35,11 +36,22 @@ def initialize_model_parallel(tsp_size: int) -> None:
             f"TSP size {tsp_size} needs tensor parallel size {tsp_size}, not {tp.size()}"
         )
     _TSP_GROUP = tp
-    ranks = dist.get_process_group_ranks(tp)
-    # Each rank makes the groups that it is in, and no others: cheap at thousands of ranks.
-    make = {"ranks": ranks, "use_local_synchronization": True}
-    _WEIGHT_GROUP = dist.new_group(**make, group_desc="TSP_WEIGHT_GROUP")
-    _KV_GROUP = dist.new_group(**make, group_desc="TSP_KV_GROUP")
+    for ranks in _all_groups(tp):
+        # As Megatron does, every rank takes part in making every group. (Local synchronization
+        # would name a group by its ranks, and one made again would meet the keys of the old one.)
+        weight_group = mpu.create_group(ranks, group_desc="TSP_WEIGHT_GROUP")
+        kv_group = mpu.create_group(ranks, group_desc="TSP_KV_GROUP")
+        if dist.get_rank() in ranks:
+            _WEIGHT_GROUP, _KV_GROUP = weight_group, kv_group
+
+
+def _all_groups(mine: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of every TSP group of the world, in an order that all ranks agree on."""
+    device = "cpu" if dist.get_backend() == "gloo" else torch.cuda.current_device()
+    ranks = torch.tensor(dist.get_process_group_ranks(mine), device=device)
+    everyones = [torch.empty_like(ranks) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, ranks)
+    return sorted(list(group) for group in {tuple(ranks.tolist()) for ranks in everyones})
 
 
 def destroy_model_parallel() -> None:

@@ -138,8 +138,8 @@ def _dropped_dw():
 
 @pytest.mark.parametrize("breaking", [_wrong_keys, _wrong_order, _dropped_dw])
 def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path, breaking):
-    broken = train(tmp_path, 2, f"{LLAMA} --tsp-size 2", before=breaking)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError):  # also of a run that ends in infinities
+        broken = train(tmp_path, 2, f"{LLAMA} --tsp-size 2", before=breaking)
         _assert_same(broken, reference(LLAMA))
 
 
