@@ -84,4 +84,7 @@ def _rank(work, rank, world, folder, sender):
         outcome = False, traceback.format_exc()
     sender.send_bytes(pickle.dumps(outcome))
     sender.close()
+    for child in multiprocessing.active_children():  # writers of checkpoints, else left behind
+        child.kill()
+        child.join()
     os._exit(0)  # gloo's threads need no goodbye
