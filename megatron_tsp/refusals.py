@@ -58,6 +58,8 @@ REFUSED = (
             "the kernels do not report the largest logit; drop the flag"),
     Refusal("attention_output_gate", "--attention-output-gate", "TSP's attention has no gate yet"),
     Refusal("use_kitchen_attention", "--use-kitchen-attention", _CORE),
+    Refusal("attention_backend", "--attention-backend", "TSP has its own flash kernels; use auto "
+            "or flash", ("auto", "flash")),
     Refusal("flash_attention_version", "--flash-attention-version", _CORE),
     Refusal("multi_latent_attention", "--multi-latent-attention", _MLA),
     Refusal("experimental_attention_variant", "--experimental-attention-variant", _MLA),
@@ -134,6 +136,7 @@ def refuse(args: Namespace) -> None:
     """
     for refusal in REFUSED:
         value = getattr(args, refusal.dest, None)
+        value = getattr(value, "name", value)  # of an enum
         if value and value not in refusal.carried:
             shown = "" if value is True else f" {value}"
             raise TSPError(f"{refusal.flag}{shown} does not work with --tsp-size: {refusal.reason}")
