@@ -8,6 +8,7 @@
 import importlib.util
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
@@ -124,6 +125,9 @@ def translate(args: Namespace, argv: Sequence[str]) -> None:
     if not importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
         # Megatron's default asks for Apex's kernel; TSP sums as exactly without it.
         args.gradient_accumulation_fusion = False
+    # The optimizer's other format is flat buckets in the order of the parameters, which TSP and TP
+    # do not share: read by the other one it would scramble the weights.
+    args.dist_ckpt_optim_fully_reshardable = True
     refuse(args)
     _check_sizes(args)
 
@@ -137,6 +141,8 @@ def check(args: Namespace) -> None:
     if args.tsp_size is None:
         return
     refuse(args)
+    _check_sizes(args)
+    _check_checkpoint(args)
     if args.tensor_parallel_num_weight_shards not in (None, args.tsp_size):
         raise TSPError(
             "--tensor-parallel-num-weight-shards does not work with --tsp-size: TSP shards the "
@@ -187,6 +193,26 @@ def describe(args: Namespace) -> str:
         f"TSP: groups of {degree} ranks, each with 1/{degree} of the weights and {tokens}, {rest}. "
         f"Weights that travel: {', '.join(travels)}"
     )
+
+
+def _check_checkpoint(args: Namespace) -> None:
+    """Refuse optimizer state whose layout only the model that saved it can read."""
+    skips = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
+    if not getattr(args, "load", None) or skips or not args.use_distributed_optimizer:
+        return
+    tracker = Path(args.load, "latest_checkpointed_iteration.txt")
+    if not tracker.is_file() or not (iteration := tracker.read_text().strip()).isdigit():
+        return
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    folder = Path(args.load, f"iter_{int(getattr(args, 'ckpt_step', None) or iteration):07d}")
+    common = load_common_state_dict(str(folder))
+    layout = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "")
+    if layout and not layout.startswith("fully"):
+        raise TSPError(
+            f"--load {args.load}: its optimizer state is saved as {layout}, which TSP cannot read. "
+            "Save it once with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
+        )
 
 
 def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:

@@ -6,6 +6,8 @@ and one for K and V: NCCL runs what shares a communicator one after the other, a
 queue behind Megatron's collectives.
 """
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -18,7 +20,7 @@ _WEIGHT_GROUP: dist.ProcessGroup | None = None
 _KV_GROUP: dist.ProcessGroup | None = None
 
 
-def initialize_model_parallel(tsp_size: int) -> None:
+def initialize_model_parallel(tsp_size: int, timeout: timedelta | None = None) -> None:
     """Create the TSP groups. Every rank calls it, after Megatron's `initialize_model_parallel`.
 
     Raises:
@@ -39,8 +41,8 @@ def initialize_model_parallel(tsp_size: int) -> None:
     for ranks in _all_groups(tp):
         # As Megatron does, every rank takes part in making every group. (Local synchronization
         # would name a group by its ranks, and one made again would meet the keys of the old one.)
-        weight_group = mpu.create_group(ranks, group_desc="TSP_WEIGHT_GROUP")
-        kv_group = mpu.create_group(ranks, group_desc="TSP_KV_GROUP")
+        weight_group = mpu.create_group(ranks, timeout, group_desc="TSP_WEIGHT_GROUP")
+        kv_group = mpu.create_group(ranks, timeout, group_desc="TSP_KV_GROUP")
         if dist.get_rank() in ranks:
             _WEIGHT_GROUP, _KV_GROUP = weight_group, kv_group
 

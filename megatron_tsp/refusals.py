@@ -75,6 +75,12 @@ REFUSED = (
     Refusal("heterogeneous_layers_config_encoded_json",
             "--heterogeneous-layers-config-encoded-json", "all layers of a TSP model are alike"),
     Refusal("spec", "--spec", "TSP brings the layer spec; drop the flag"),
+    Refusal("qk_l2_norm", "--qk-l2-norm", "Megatron's local layers ignore it and TSP would not: "
+            "the two would differ; use --qk-layernorm"),
+    Refusal("fp32_residual_connection", "--fp32-residual-connection", "TSP's blocks take their "
+            "input in the parameters' dtype; drop the flag"),
+    Refusal("ckpt_format", "--ckpt-format", "other formats name norms by module and would drop "
+            "them in a flip; use torch_dist", ("torch_dist",)),
     Refusal("use_mup", "--use-mup", _MUP),
     Refusal("fp8", "--fp8-format", _FP8),
     Refusal("fp8_param_gather", "--fp8-param-gather", _FP8),

@@ -13,7 +13,8 @@ BASE = dict(
     kv_channels=None, padded_vocab_size=None, create_attention_mask_in_dataloader=True,
     gradient_accumulation_fusion=True, attention_dropout=0.0, softmax_type="vanilla",
     context_parallel_size=1, transformer_impl="local", position_embedding_type="rope",
-    optimizer="adam", cuda_graph_impl="none", tensor_parallel_num_weight_shards=None,
+    optimizer="adam", ckpt_format="torch_dist", use_distributed_optimizer=False,
+    cuda_graph_impl="none", tensor_parallel_num_weight_shards=None,
 )  # fmt: skip
 
 

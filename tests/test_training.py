@@ -183,6 +183,14 @@ def test_a_run_flips_in_the_middle(reference, tmp_path, before, after):
     _assert_same(joined, reference(LLAMA))
 
 
+def test_an_optimizer_layout_that_would_scramble_is_refused(tmp_path):
+    saving = f"{LLAMA} {TP_SP.format(2)} --use-distributed-optimizer {SAVE.format(tmp_path)}"
+    train(tmp_path / "first", 2, f"{saving} --exit-interval 3", exits=True)
+    with pytest.raises(RankFailed, match="--dist-ckpt-optim-fully-reshardable"):
+        loading = f"{LLAMA} --tsp-size 2 --use-distributed-optimizer {LOAD.format(tmp_path)}"
+        train(tmp_path / "rest", 2, loading)
+
+
 def test_interleaved_pipeline_continues_what_one_rank_began(reference, tmp_path):
     """Pipeline stages draw other weights: start them all from one checkpoint."""
     deep = f"{LLAMA} --num-layers 4"

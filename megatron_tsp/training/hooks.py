@@ -1,6 +1,7 @@
 """The one place where TSP reaches into Megatron's `pretrain`: groups made along with Megatron's."""
 
 from argparse import Namespace
+from datetime import timedelta
 from functools import wraps
 
 from megatron.core import parallel_state as mpu
@@ -16,7 +17,8 @@ def install(args: Namespace) -> None:
     @wraps(create)
     def create_both(*positional, **keywords):
         create(*positional, **keywords)
-        parallel_state.initialize_model_parallel(args.tsp_size)
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        parallel_state.initialize_model_parallel(args.tsp_size, timeout)
         print_rank_0(f"> {arguments.describe(args)}")
 
     @wraps(destroy)
