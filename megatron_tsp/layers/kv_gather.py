@@ -71,6 +71,17 @@ class _Exchange:
             for to, half in halves
         ]
 
+    def each(self, k: Tensor, v: Tensor, groups: list[slice]):
+        """(heads, local K and V, gathered, works) of each head group, the next one on its way."""
+        packed = _pack(k, v, groups[0])
+        arriving = self.gather(packed)
+        for at, heads in enumerate(groups):
+            local, (whole, works) = packed, arriving
+            if at + 1 < len(groups):
+                packed = _pack(k, v, groups[at + 1])
+                arriving = self.gather(packed)
+            yield heads, local, whole, works
+
     def scatter(self, dkv: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """Start to sum [s, ...] over ranks, to the tokens' owners; returns [s/D, ...], works."""
         d, c = self.layout.size, self.layout.chunk
@@ -110,13 +121,7 @@ class GatheredKV(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lses = []
         with block("attention"):
-            packed = _pack(k, v, groups[0])
-            arriving = exchange.gather(packed)
-            for at, heads in enumerate(groups):
-                local, (whole, works) = packed, arriving
-                if at + 1 < len(groups):
-                    packed = _pack(k, v, groups[at + 1])
-                    arriving = exchange.gather(packed)
+            for heads, local, whole, works in exchange.each(k, v, groups):
                 queries = q[:, :, _query_heads(heads, rep)]
                 target = out[:, :, _query_heads(heads, rep)].unflatten(2, (-1, rep))
                 lses.append(_attend(queries, local, whole, works, target, layout, scale))
@@ -135,13 +140,7 @@ class GatheredKV(torch.autograd.Function):
         lses = iter(lse.split([(h.stop - h.start) * k.size(1) for h in groups]))
         leaving = None
         with block("attention"):
-            packed = _pack(k, v, groups[0])
-            arriving = exchange.gather(packed)
-            for at, heads in enumerate(groups):
-                local, (whole, works) = packed, arriving
-                if at + 1 < len(groups):
-                    packed = _pack(k, v, groups[at + 1])
-                    arriving = exchange.gather(packed)
+            for heads, local, whole, works in exchange.each(k, v, groups):
                 of_heads = _query_heads(heads, rep)
                 target = dq[:, :, of_heads].unflatten(2, (-1, rep))
                 slices = (t[:, :, of_heads] for t in (dout, q, out))
