@@ -408,9 +408,9 @@ def _break(what):
     if what == "zigzag":
         zigzag.chunks_of = _wrong_chunks
     elif what == "kv order":
-        full = kv_gather._Layout.full
-        kv_gather._Layout.full = lambda self: [
-            part and (part[0], slice(part[1].start - 1, part[1].stop - 1)) for part in full(self)
+        before = kv_gather._Layout.before
+        kv_gather._Layout.before = lambda self, chunk: [
+            span._replace(at=span.at - 1) for span in before(self, chunk)
         ]
     elif what == "doubled loss gradient":
         backward = loss._GatherTokens.backward

@@ -119,9 +119,9 @@ def test_without_tsp_the_model_is_built_by_megatrons_builder():
 
 
 def _wrong_keys():
-    full = _Layout.full
-    _Layout.full = lambda self: [
-        part and (part[0], slice(part[1].start - 1, part[1].stop - 1)) for part in full(self)
+    before = _Layout.before
+    _Layout.before = lambda self, chunk: [
+        span._replace(at=span.at - 1) for span in before(self, chunk)
     ]
 
 

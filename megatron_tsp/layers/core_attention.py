@@ -10,6 +10,7 @@ from megatron_tsp import parallel_state
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.head_exchange import ExchangedHeads
 from megatron_tsp.layers.kv_gather import GatheredKV
+from megatron_tsp.layers.mask import Mask
 
 EXCHANGES = {"allgather": GatheredKV, "alltoall": ExchangedHeads}
 
@@ -52,6 +53,7 @@ class TSPCoreAttention(MegatronModule):
             raise TSPError("TSP does not carry attention dropout: set --attention-dropout 0")
         self.group = parallel_state.kv_group(getattr(pg_collection, "cp", None))
         self.scale = softmax_scale or config.kv_channels**-0.5
+        self.mask = Mask()
 
     def forward(
         self,
@@ -76,5 +78,5 @@ class TSPCoreAttention(MegatronModule):
             raise TSPError("TSP attention does not carry an attention bias or packed sequences")
         if attn_mask_type not in (None, AttnMaskType.causal):
             raise TSPError(f"TSP attention is causal, not of type {attn_mask_type.name}")
-        out = self.attend.apply(query, key, value, self.group, self.scale)
+        out = self.attend.apply(query, key, value, None, self.group, self.scale, self.mask)
         return out.flatten(2)

@@ -6,10 +6,15 @@ keys 0 to i. No kernel ever holds an s x s tensor.
 
 The backward takes the out and the log-sum-exp of the *whole* softmax even when k and v are a part
 of its keys; then dq, dk and dv are this part's exact contributions (arXiv 2205.14135, 2310.01889).
+So a softmax can be put together from any tiles of its keys: `attend` and `attend_backward` do.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from megatron_tsp.layers.mask import Tile
 
 _aten = torch.ops.aten
 
@@ -70,3 +75,106 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 
 def _for_all_heads(kv: Tensor, q: Tensor) -> Tensor:
     return kv.expand(-1, q.size(1), -1, -1)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Iterable[Tile],
+    scale: float,
+    so_far: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The softmax of queries over the keys in `tiles`, merged with what it is `so_far`.
+
+    Args:
+        q: [B, H, sq, d]. k, v: [B, H or 1, sk, d]. B is the samples, each with its heads.
+        tiles: as `Mask.tiles` lists them: causal ones first, which hold every query once.
+        so_far: (out, lse) over other keys; may be changed in place.
+
+    Returns:
+        out [B, H, sq, d], in the dtype of q or of lse; lse [B, H, sq], fp32 (fp64 for fp64).
+    """
+    out, lse = so_far or (None, None)
+    for tile in tiles:
+        queries, keys = _cut(q, tile, tile.queries), (_cut(t, tile, tile.keys) for t in (k, v))
+        part = [_uncut(t, tile) for t in forward(queries, *keys, tile.kind != "full", scale)]
+        if part[0].shape == q.shape:
+            out, lse = part if out is None else merge(out, lse, *part)
+            continue
+        if out is None:
+            out, lse = torch.empty_like(q), part[1].new_empty(q.shape[:-1])
+        totals = _of(out, tile, tile.queries), _of(lse, tile, tile.queries)
+        if tile.kind != "causal":
+            if out.dtype != lse.dtype:
+                out = out.to(lse.dtype)
+                totals = _of(out, tile, tile.queries), totals[1]
+            part = merge(*totals, *part)
+        for total, value in zip(totals, part, strict=True):
+            total.copy_(value)
+    return out, lse
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Iterable[Tile],
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Add the gradients of `attend`'s inputs through `tiles` to dq, dk and dv.
+
+    out and lse are those of the whole softmax; shapes as in `attend`, dq, dk and dv as q, k and v.
+    """
+    for tile in tiles:
+        rows = [_cut(t, tile, tile.queries) for t in (dout, q, out, lse)]
+        keys = [_cut(t, tile, tile.keys) for t in (k, v)]
+        grads = backward(*rows[:2], *keys, *rows[2:], tile.kind != "full", scale)
+        places = tile.queries, tile.keys, tile.keys
+        for total, grad, at in zip((dq, dk, dv), grads, places, strict=True):
+            _of(total, tile, at).add_(_uncut(grad, tile))
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a softmax that has one more key, of logit `sinks` [B, H] and value 0.
+
+    Given these, the backward of the other keys is exact as it stands (arXiv 2309.17453 and the
+    off-by-one softmax, whose logit is 0).
+    """
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    return out * (lse - whole).exp_().unsqueeze(-1), whole
+
+
+def sinks_backward(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient of the sinks [B, H], in the dtype of lse; out and lse as `with_sinks` gives them."""
+    weight = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp_()
+    return -(weight * (dout * out).sum(-1, dtype=lse.dtype)).sum(-1)
+
+
+def _of(t: Tensor, tile: Tile, at: slice) -> Tensor:
+    """The tile's part of [B, H, s, ...], a view."""
+    sample, samples = tile.sample
+    heads = t.size(0) // samples
+    return t[sample * heads : (sample + 1) * heads, :, at]
+
+
+def _cut(t: Tensor, tile: Tile, at: slice) -> Tensor:
+    """The same for a kernel: blocks as if they were heads, an edge in reverse order."""
+    part = _of(t, tile, at)
+    if tile.blocks > 1:
+        part = part.unflatten(2, (tile.blocks, -1)).movedim(2, 1).flatten(0, 1)
+    return part.flip(2) if tile.kind == "edge" else part
+
+
+def _uncut(t: Tensor, tile: Tile) -> Tensor:
+    """The inverse."""
+    t = t.flip(2) if tile.kind == "edge" else t
+    if tile.blocks > 1:
+        t = t.unflatten(0, (-1, tile.blocks)).movedim(1, 2).flatten(2, 3)
+    return t

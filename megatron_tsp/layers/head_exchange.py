@@ -14,38 +14,55 @@ from torch import Tensor
 
 from megatron_tsp import zigzag
 from megatron_tsp.layers import flash
+from megatron_tsp.layers.mask import Span
 from megatron_tsp.traffic import block as label
 
 
 class ExchangedHeads(torch.autograd.Function):
-    """q [s/D, b, n, d], k and v [s/D, b, g, d], the group, the scale → [s/D, b, n, d]."""
+    """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d]; arguments as `GatheredKV`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, group, scale):
-        size = 1 if group is None else group.size()
+    def forward(ctx, q, k, v, sinks, group, scale, mask):
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
         ctx.group, ctx.size, ctx.scale, ctx.kv_heads = group, size, scale, k.size(2)
+        ctx.mine = slice(rank * q.size(2) // size, (rank + 1) * q.size(2) // size)
         with label("attention"):
             mine = [
                 _to_heads(t, size, group) for t in (q, _for_ranks(k, size), _for_ranks(v, size))
             ]
-            out, lse = flash.forward(*_as_kernels(*mine), True, scale)
-            out = _as_tokens(out, mine[0].shape)
+            whole = Span(0, mine[0].size(0))
+            ctx.tiles = mask.tiles(whole, [whole])
+            out, lse = flash.attend(*_as_kernels(*mine), ctx.tiles, scale)
+            if sinks is not None:
+                out, lse = flash.with_sinks(out, lse, _of_heads(sinks[ctx.mine], mine[1]))
+            out = _as_tokens(out.to(q.dtype), mine[0].shape)
             local = _to_tokens(out, size, group)
-        ctx.save_for_backward(*mine, out, lse)
+        ctx.save_for_backward(*mine, sinks, out, lse)
         return local
 
     @staticmethod
     def backward(ctx, dlocal):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         with label("attention"):
             dout = _to_heads(dlocal, ctx.size, ctx.group)
-            kernels = [_as_kernels(t, k, v)[0] for t in (dout, q, out)]
-            dq, dk, dv = flash.backward(
-                kernels[0], kernels[1], *_as_kernels(q, k, v)[1:], kernels[2], lse, True, ctx.scale
+            grads = [torch.zeros_like(t) for t in (q, k, v)]
+            dout, out = (_as_kernels(t, k, v)[0] for t in (dout, out))
+            flash.attend_backward(
+                dout, *_as_kernels(q, k, v), out, lse, ctx.tiles, ctx.scale, *_as_kernels(*grads)
             )
-            grads = [_as_tokens(dq, q.shape), _as_tokens(dk, k.shape), _as_tokens(dv, v.shape)]
             dq, dk, dv = (_to_tokens(t, ctx.size, ctx.group) for t in grads)
-        return dq, _summed(dk, ctx.kv_heads), _summed(dv, ctx.kv_heads), None, None
+        dsinks = None
+        if sinks is not None:  # of this rank's heads, for all tokens
+            dsinks = torch.zeros_like(sinks)
+            dsink = flash.sinks_backward(dout, out, lse, _of_heads(sinks[ctx.mine], k))
+            dsinks[ctx.mine] = dsink.view(k.size(1), -1).sum(0)
+        dk, dv = _summed(dk, ctx.kv_heads), _summed(dv, ctx.kv_heads)
+        return dq, dk, dv, dsinks, None, None, None
+
+
+def _of_heads(sinks: Tensor, k: Tensor) -> Tensor:
+    """Sinks [n] as the kernels want them, beside k [s, b, g, d]: [b·g, n/g]."""
+    return sinks.view(k.size(2), -1).repeat(k.size(1), 1)
 
 
 def _for_ranks(kv: Tensor, size: int) -> Tensor:

@@ -20,34 +20,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_tsp import zigzag
 from megatron_tsp.layers import flash
+from megatron_tsp.layers.mask import Mask, Span, Tile
 from megatron_tsp.streaming import wait_all
 from megatron_tsp.traffic import block
 
 
 class _Layout(NamedTuple):
-    """Who attends to what on this rank: slices of local queries and of gathered keys."""
+    """Where tokens lie: this rank's own in the local tensors, all of them among the gathered."""
 
     size: int
     rank: int
     chunk: int  # tokens
 
-    def diagonals(self) -> list[tuple[slice, slice]]:
-        """(local tokens, their place among the gathered keys) of each own chunk."""
-        c, r, d = self.chunk, self.rank, self.size
-        if d == 1:
-            return [(slice(0, c), slice(0, c))]
-        low = slice(0, c), slice((d + r) * c, (d + r + 1) * c)
-        high = slice(c, 2 * c), slice(r * c, (r + 1) * c)
-        return [low, high]
+    def own(self) -> list[Span]:
+        """This rank's chunks, in the local tensors."""
+        c = self.chunk
+        chunks = zigzag.chunks_of(self.rank, self.size)
+        return [Span(at * c, (at + 1) * c, here * c) for here, at in enumerate(chunks)]
 
-    def full(self) -> list[tuple[slice, slice] | None]:
-        """For each diagonal: (local queries, keys that they all see), None if there are none."""
-        c, r, d = self.chunk, self.rank, self.size
-        if d == 1:
-            return [None]
-        low = (slice(0, c), slice(d * c, (d + r) * c)) if r else None
-        return [low, (slice(c, 2 * c), slice((r + 1) * c, 2 * d * c))]
+    def gathered(self, chunk: Span) -> slice:
+        """Where a chunk lies among the gathered keys."""
+        c, d = self.chunk, self.size
+        at = chunk.start if d == 1 else chunk.start + d * c
+        if at >= 2 * d * c:
+            at = 2 * d * c - chunk.stop
+        return slice(at, at + c)
+
+    def before(self, chunk: Span) -> list[Span]:
+        """The gathered keys before an own chunk: high chunks, last one first, then the low ones."""
+        c, middle = self.chunk, self.size * self.chunk
+        if self.size == 1:
+            return []
+        high = [Span(at, at + c) for at in range(chunk.start - c, middle - 1, -c)]
+        high = [span._replace(at=self.gathered(span).start) for span in high]
+        return [*high, Span(0, min(chunk.start, middle), middle)]
+
+    def tiles(self, mask: Mask) -> tuple[list[Tile], list[Tile]]:
+        """What own queries see of own keys, each chunk of itself, and of the gathered ones."""
+        here = [tile for chunk in self.own() for tile in mask.tiles(chunk, [chunk])]
+        behind = [tile for chunk in self.own() for tile in mask.tiles(chunk, self.before(chunk))]
+        return here, behind
 
 
 class _Exchange:
@@ -108,13 +122,21 @@ def _as_tokens(heads: Tensor, batch: int) -> Tensor:
 
 
 class GatheredKV(torch.autograd.Function):
-    """q [s/D, b, n, d], k and v [s/D, b, g, d], the group, the scale → [s/D, b, n, d]."""
+    """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d].
+
+    Args:
+        sinks: [n], one more logit of each head, with value 0; or None.
+        group: the ranks over which the sequence is spread; None is one rank.
+        scale: of the logits.
+        mask: what a query sees.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, group, scale):
+    def forward(ctx, q, k, v, sinks, group, scale, mask):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         layout = _Layout(size, rank, q.size(0) // (1 if size == 1 else 2))
-        ctx.layout, ctx.scale, ctx.group = layout, scale, group
+        tiles = layout.tiles(mask)
+        ctx.layout, ctx.tiles, ctx.scale, ctx.group = layout, tiles, scale, group
         v = v.contiguous()  # a view would keep the packed QKV alive until the backward
         exchange, groups = _Exchange(group, layout), _head_groups(k, size)
         rep = q.size(2) // k.size(2)
@@ -122,36 +144,47 @@ class GatheredKV(torch.autograd.Function):
         lses = []
         with block("attention"):
             for heads, local, whole, works in exchange.each(k, v, groups):
-                queries = q[:, :, _query_heads(heads, rep)]
-                target = out[:, :, _query_heads(heads, rep)].unflatten(2, (-1, rep))
-                lses.append(_attend(queries, local, whole, works, target, layout, scale))
-        ctx.save_for_backward(q, k, v, out, torch.cat(lses))
+                of_heads = _query_heads(heads, rep)
+                target = out[:, :, of_heads].unflatten(2, (-1, rep))
+                lses.append(
+                    _attend(
+                        q[:, :, of_heads], local, whole, works, _of_heads(sinks, of_heads, k),
+                        target, tiles, scale,
+                    )
+                )  # fmt: skip
+        ctx.save_for_backward(q, k, v, sinks, out, torch.cat(lses))
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         layout = ctx.layout
         exchange, groups = _Exchange(ctx.group, layout), _head_groups(k, layout.size)
         rep = q.size(2) // k.size(2)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v)
+        dsinks = None if sinks is None else torch.empty_like(sinks)
         lses = iter(lse.split([(h.stop - h.start) * k.size(1) for h in groups]))
         leaving = None
         with block("attention"):
             for heads, local, whole, works in exchange.each(k, v, groups):
-                of_heads = _query_heads(heads, rep)
+                of_heads, of_lse = _query_heads(heads, rep), next(lses)
                 target = dq[:, :, of_heads].unflatten(2, (-1, rep))
-                slices = (t[:, :, of_heads] for t in (dout, q, out))
+                slices = [_by_query_group(t[:, :, of_heads], whole.size(2)) for t in (dout, q, out)]
+                if sinks is not None:
+                    dsink = flash.sinks_backward(
+                        slices[0], slices[2], of_lse, _of_heads(sinks, of_heads, k)
+                    )
+                    dsinks[of_heads] = dsink.view(k.size(1), -1).sum(0)
                 dwhole = _attend_backward(
-                    *slices, local, whole, works, next(lses), target, layout, ctx.scale
+                    *slices, local, whole, works, of_lse, target, layout, ctx.tiles, ctx.scale
                 )
                 if leaving is not None:
                     _unpack(*leaving, dk, dv)
                 leaving = (heads, *exchange.scatter(dwhole))
             _unpack(*leaving, dk, dv)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, dsinks, None, None, None
 
 
 #: Below this many gathered bytes a smaller exchange saves little memory and costs its latency.
@@ -181,50 +214,48 @@ def _unpack(heads: slice, dkv: Tensor, works: list[dist.Work], dk: Tensor, dv: T
     dk[:, :, heads], dv[:, :, heads] = dkv.unbind(3)
 
 
-def _attend(queries, local, whole, works, target, layout, scale) -> Tensor:
+def _of_heads(sinks: Tensor | None, heads: slice, k: Tensor) -> Tensor | None:
+    """The sinks of some query heads as the kernels want them: [b·g, rep]."""
+    if sinks is None:
+        return None
+    rep = sinks.size(0) // k.size(2)
+    return sinks[heads].view(-1, rep).repeat(k.size(1), 1)
+
+
+def _attend(queries, local, whole, works, sinks, target, tiles, scale) -> Tensor:
     """Write the attention of one head group into target [s/D, b, g, rep, d]; returns its lse."""
     kv_heads, batch = whole.size(2), whole.size(1)
     q = _by_query_group(queries, kv_heads)
-    parts = []
-    for own, _ in layout.diagonals():  # local, so before the gather is waited for
-        k, v = (_by_query_group(t, kv_heads) for t in local[own].unbind(3))
-        parts.append(flash.forward(q[:, :, own], k, v, True, scale))
+    here, elsewhere = tiles
+    # What is local comes first, before the gather is waited for.
+    k, v = (_by_query_group(t, kv_heads) for t in local.unbind(3))
+    part = flash.attend(q, k, v, here, scale)
     wait_all(works)
-    lses = []
-    for (own, _), full, (out, lse) in zip(layout.diagonals(), layout.full(), parts, strict=True):
-        if full is not None:
-            k, v = (_by_query_group(t, kv_heads) for t in whole[full[1]].unbind(3))
-            out, lse = flash.merge(out, lse, *flash.forward(q[:, :, own], k, v, False, scale))
-        target[own] = _as_tokens(out, batch)
-        lses.append(lse)
-    return torch.cat(lses, dim=2)
+    k, v = (_by_query_group(t, kv_heads) for t in whole.unbind(3))
+    out, lse = flash.attend(q, k, v, elsewhere, scale, part)
+    if sinks is not None:
+        out, lse = flash.with_sinks(out, lse, sinks)
+    target.copy_(_as_tokens(out, batch))
+    return lse
 
 
-def _attend_backward(dout, queries, out, local, whole, works, lse, target, layout, scale) -> Tensor:
+def _attend_backward(
+    dout, q, out, local, whole, works, lse, target, layout, tiles, scale
+) -> Tensor:
     """Write dq of one head group into target; returns this rank's part of dK and dV, like whole."""
     kv_heads, batch = whole.size(2), whole.size(1)
-    dout, q, out = (_by_query_group(t, kv_heads) for t in (dout, queries, out))
+    here, elsewhere = tiles
+    dq, dlocal, dwhole = (torch.zeros_like(t) for t in (q, local, whole))
 
-    def part(own: slice, keys: Tensor, causal: bool) -> tuple[Tensor, list[Tensor]]:
-        k, v = (_by_query_group(t, kv_heads) for t in keys.unbind(3))
-        of_own = (t[:, :, own] for t in (out, lse))
-        dq, *dkv = flash.backward(dout[:, :, own], q[:, :, own], k, v, *of_own, causal, scale)
-        return dq, [_as_tokens(t, batch).squeeze(3) for t in dkv]
+    def add(keys, dkeys, tiles):
+        of_heads = (_by_query_group(t, kv_heads) for two in (keys, dkeys) for t in two.unbind(3))
+        k, v, dk, dv = of_heads
+        flash.attend_backward(dout, q, k, v, out, lse, tiles, scale, dq, dk, dv)
 
-    diagonals = [part(own, local[own], True) for own, _ in layout.diagonals()]
+    add(local, dlocal, here)
+    for chunk in layout.own():
+        dwhole[layout.gathered(chunk)] = dlocal[chunk.at : chunk.at + layout.chunk]
     wait_all(works)
-    dwhole = torch.empty_like(whole)
-    dwhole[: layout.rank * layout.chunk] = 0  # chunks behind all local queries
-    put = Tensor.copy_  # the high chunk sees all that the low one sees: it writes, the low one adds
-    for at in reversed(range(len(diagonals))):
-        (own, place), full, (dq, dkv) = layout.diagonals()[at], layout.full()[at], diagonals[at]
-        if full is not None:
-            more, more_dkv = part(own, whole[full[1]], False)
-            dq = dq.add_(more)
-            for total, value in zip(dwhole[full[1]].unbind(3), more_dkv, strict=True):
-                put(total, value)
-        for total, value in zip(dwhole[place].unbind(3), dkv, strict=True):
-            put(total, value)
-        target[own] = _as_tokens(dq, batch)
-        put = Tensor.add_
+    add(whole, dwhole, elsewhere)
+    target.copy_(_as_tokens(dq, batch))
     return dwhole
