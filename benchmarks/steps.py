@@ -124,7 +124,7 @@ def build(arm):
     torch.manual_seed(1)
     sys.argv = ["steps", *arm.words()]
     args = parse_args(add_flags)
-    arguments.translate(args, sys.argv[1:])
+    arguments.translate(args, sys.argv[1:], {})
     validate_args(args, {})
     args.padded_vocab_size = 512
     config = model_config_from_args(args)

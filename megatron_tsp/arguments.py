@@ -7,13 +7,14 @@
 
 import importlib.util
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
 from megatron_tsp.options import BLOCKS, EXCHANGES, TSPOptions
 from megatron_tsp.refusals import refuse
+from megatron_tsp.settings import refuse_unknown
 from megatron_tsp.streaming import SCHEDULES
 
 
@@ -89,16 +90,17 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def translate(args: Namespace, argv: Sequence[str]) -> None:
+def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) -> None:
     """Turn the TSP flags into Megatron's; between Megatron's `parse_args` and `validate_args`.
 
     Args:
         args: parsed by Megatron's parser, changed in place.
         argv: the command line, to tell what the user wrote from a default.
+        flags: the dest of each flag of Megatron's parser.
 
     Raises:
         TSPError: for a flag that contradicts `--tsp-size`, a TSP flag without it, a setting that
-            TSP does not carry, or sizes that do not fit D.
+            TSP does not carry or does not know, or sizes that do not fit D.
     """
     written = {word.split("=")[0] for word in argv if word.startswith("--")}
     if args.tsp_size is None:
@@ -119,6 +121,11 @@ def translate(args: Namespace, argv: Sequence[str]) -> None:
             f"{tp_flag} {args.tensor_model_parallel_size} contradicts --tsp-size {degree}: the TSP "
             f"group is the tensor-parallel group. Drop {tp_flag}, or give both the same value"
         )
+    if args.tensor_parallel_num_weight_shards not in (None, degree):
+        raise TSPError(
+            "--tensor-parallel-num-weight-shards does not work with --tsp-size: TSP shards the "
+            "weights itself; drop the flag"
+        )
     args.tensor_model_parallel_size = degree
     args.sequence_parallel = degree > 1
     args.create_attention_mask_in_dataloader = False
@@ -129,6 +136,7 @@ def translate(args: Namespace, argv: Sequence[str]) -> None:
     # do not share: read by the other one it would scramble the weights.
     args.dist_ckpt_optim_fully_reshardable = True
     refuse(args)
+    refuse_unknown(written, flags)
     _check_sizes(args)
 
 
@@ -143,11 +151,6 @@ def check(args: Namespace) -> None:
     refuse(args)
     _check_sizes(args)
     _check_checkpoint(args)
-    if args.tensor_parallel_num_weight_shards not in (None, args.tsp_size):
-        raise TSPError(
-            "--tensor-parallel-num-weight-shards does not work with --tsp-size: TSP shards the "
-            "weights itself; drop the flag"
-        )
     if args.tensor_model_parallel_size != args.tsp_size:
         raise TSPError(
             f"a checkpoint or configuration set tensor parallel size "
@@ -228,37 +231,70 @@ def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:
 
 
 def _check_sizes(args: Namespace) -> None:
-    """Sizes that cannot be cut into D shards, each with the nearest that can."""
+    """Sizes that D does not fit, each with the nearest that do."""
     degree = args.tsp_size
     heads = args.num_attention_heads
     sizes = {
-        "--hidden-size": args.hidden_size,
         "--num-attention-heads": heads,
         "--ffn-hidden-size": args.ffn_hidden_size,
         "--padded-vocab-size": args.padded_vocab_size,
     }
+    if not args.pad_vocab_size:
+        sizes["--no-pad-vocab-size: --vocab-size"] = args.vocab_size
     for flag, size in sizes.items():
         if size and size % degree:
-            below = size // degree * degree
-            near = f"{below} or {below + degree}" if below else f"{degree}"
             raise TSPError(
-                f"{flag} {size} is not divisible by --tsp-size {degree}: the nearest are {near}"
+                f"{flag} {size} is not divisible by --tsp-size {degree}: the nearest are "
+                f"{_nearest(size, lambda n: n % degree == 0)}"
             )
-    groups = args.num_query_groups if args.group_query_attention else heads
-    if heads and groups and groups % degree and degree % groups:
-        raise TSPError(
-            f"--num-query-groups {groups} neither divides --tsp-size {degree} nor is a multiple "
-            f"of it, as Megatron's sharding of QKV needs"
-        )
-    channels = args.kv_channels or (args.hidden_size // heads if heads else 0)
-    width = (heads + 2 * groups) * channels if heads and groups else 0
-    if width % degree:
-        raise TSPError(
-            f"the QKV weight has {width} rows, ({heads} + 2 x {groups}) heads of {channels}, which "
-            f"--tsp-size {degree} does not divide; change --kv-channels or --num-query-groups"
-        )
+    if heads:
+        _check_heads(args, heads)
     if args.seq_length:
         try:
             zigzag.chunk_length(args.seq_length, degree)
         except TSPError as error:
             raise TSPError(f"--seq-length with --tsp-size {degree}: {error}") from None
+    _check_world(args)
+
+
+def _check_heads(args: Namespace, heads: int) -> None:
+    """Megatron interleaves the rows of QKV by query group and cuts them in D."""
+    degree = args.tsp_size
+    groups = args.num_query_groups if args.group_query_attention else heads
+
+    def fits(n):
+        return heads % n == 0 and (n % degree == 0 or degree % n == 0)
+
+    if groups % degree and degree % groups:
+        raise TSPError(
+            f"--num-query-groups {groups} neither divides --tsp-size {degree} nor is a multiple "
+            f"of it, as Megatron's sharding of QKV needs: the nearest are {_nearest(groups, fits)}"
+        )
+    channels = args.kv_channels or (args.hidden_size or 0) // heads
+    rows = heads + 2 * groups
+    if rows * channels % degree:
+        near = _nearest(channels, lambda n: rows * n % degree == 0)
+        raise TSPError(
+            f"the QKV weight has {rows * channels} rows, ({heads} + 2 x {groups}) heads of "
+            f"{channels}, which --tsp-size {degree} does not divide: the nearest --kv-channels are "
+            f"{near}"
+        )
+
+
+def _check_world(args: Namespace) -> None:
+    """Ranks come in whole copies of the model."""
+    stages = args.pipeline_model_parallel_size or 1
+    ranks = args.tsp_size * stages
+    if args.world_size % ranks:
+        pipeline = f" x --pipeline-model-parallel-size {stages}" if stages > 1 else ""
+        raise TSPError(
+            f"{args.world_size} ranks are not a multiple of --tsp-size {args.tsp_size}{pipeline}: "
+            f"the nearest are {_nearest(args.world_size, lambda n: n % ranks == 0)}"
+        )
+
+
+def _nearest(size: int, fits) -> str:
+    """The next smaller and the next larger number that fits, as text."""
+    found = [next(filter(fits, range(size - 1, 0, -1)), None),
+             next(filter(fits, range(size + 1, 16 * size + 10**4)), None)]  # fmt: skip
+    return " or ".join(str(n) for n in found if n)

@@ -1,9 +1,9 @@
-"""What TSP does not carry: one table of flags, each with the reason and what to do instead.
+"""What TSP does not carry: one table of settings, each with the reason and what to do instead.
 
-An ignored setting is a wrong result, so a run with one of these stops before it starts.
+An ignored setting is a wrong result, so a run with one of these stops before it starts. The other
+settings of Megatron are listed in `settings.py`.
 """
 
-from argparse import Namespace
 from typing import NamedTuple
 
 from megatron_tsp.errors import TSPError
@@ -13,10 +13,10 @@ class Refusal(NamedTuple):
     """A setting that stops a TSP run.
 
     Attributes:
-        dest: the attribute of the parsed arguments.
-        flag: as the user typed it.
+        dest: the attribute of the parsed arguments, or of Megatron's configs.
+        flag: as the user typed it; the dest where no flag sets it.
         reason: why not, and what to do.
-        carried: the values that are fine; any value that is false as well.
+        carried: the values that are fine; any value that is false as well. Of a list, each.
     """
 
     dest: str
@@ -35,6 +35,7 @@ _CE = "TSP computes the loss itself, streaming the vocabulary in fp32; drop the 
 _OVERLAP = "TSP has no tensor-parallel activation traffic to overlap; drop the flag"
 _CORE = "TSP has its own attention core; drop the flag"
 _OFFLOAD = "TSP's blocks do not offload activations yet; use --recompute-granularity"
+_DEBUG = "it reads layers from their modules' inputs and outputs, and TSP's blocks fuse them"
 _MUP = "TSP's embedding and loss do not scale for muP"
 
 REFUSED = (
@@ -131,18 +132,66 @@ REFUSED = (
             _MASK + ", also across documents; drop the flag"),
     Refusal("init_model_with_meta_device", "--init-model-with-meta-device",
             "TSP's modules are built on their device; drop the flag"),
+    Refusal("hybrid_context_parallel", "--hybrid-context-parallel", "the TSP group spreads the "
+            "sequence already; drop the flag"),
+    Refusal("gtp_weight_remat_size", "--tensor-parallel-num-weight-shards", "TSP shards the "
+            "weights itself; drop the flag", (1,)),
+    Refusal("recompute_modules", "--recompute-modules", "TSP's layers have core_attn, layernorm "
+            "and mlp to recompute", ("core_attn", "layernorm", "mlp")),
+    Refusal("symmetric_ar_type", "--symmetric-ar-type", _OVERLAP),
+    Refusal("save_activations_interval", "--save-activations-interval", _DEBUG),
+    Refusal("save_dgrads_interval", "--save-dgrads-interval", _DEBUG),
+    Refusal("non_persistent_ckpt_type", "--non-persistent-ckpt-type", "only global checkpoints "
+            "are carried; use global", ("global",)),
+    Refusal("auto_detect_ckpt_format", "--auto-detect-ckpt-format", "only torch_dist is carried; "
+            "drop the flag"),
+    Refusal("ckpt_convert_format", "--ckpt-convert-format", "only torch_dist is carried; convert "
+            "with --tensor-model-parallel-size, without --tsp-size"),
+    Refusal("fake_process_group", "--fake-process-group", "shards that a fake group sends never "
+            "arrive; drop the flag"),
+    Refusal("hybrid_override_pattern", "--hybrid-override-pattern", "only GPT models are carried"),
+    Refusal("fp4_param_gather", "--fp4-param-gather", _FP8),
+    Refusal("logits_save_dir", "--logits-save-dir", "TSP's loss never holds the logits; save them "
+            "with --tensor-model-parallel-size, without --tsp-size"),
+    # Settings of Megatron's configs that no flag reaches.
+    Refusal("fp8_param", "fp8_param", _FP8),
+    Refusal("fp4_param", "fp4_param", _FP8),
+    Refusal("fp8_dot_product_attention", "fp8_dot_product_attention", _FP8),
+    Refusal("fp8_multi_head_attention", "fp8_multi_head_attention", _FP8),
+    Refusal("activation_func_fp8_input_store", "activation_func_fp8_input_store", _FP8),
+    Refusal("quant_recipe", "quant_recipe", _FP8),
+    Refusal("use_kitchen", "use_kitchen", _FP8),
+    Refusal("enable_autocast", "enable_autocast", "TSP's blocks compute in the parameters' dtype"),
+    Refusal("num_microbatches_with_partial_activation_checkpoints",
+            "num_microbatches_with_partial_activation_checkpoints", "what is recomputed does not "
+            "change from micro-batch to micro-batch in TSP"),
+    Refusal("variable_seq_lengths", "variable_seq_lengths", "TSP cuts every sequence alike"),
+    Refusal("cpu_offloading", "cpu_offloading", _OFFLOAD),
+    Refusal("num_moe_experts", "num_moe_experts", _MOE),
+    Refusal("fused_single_qkv_rope", "fused_single_qkv_rope", "TSP rotates queries and keys "
+            "itself"),
+    Refusal("use_inference_optimized_layers", "use_inference_optimized_layers", "TSP is for "
+            "training"),
+    Refusal("heterogeneous_block_specs", "heterogeneous_block_specs", "all layers of a TSP model "
+            "are alike"),
+    Refusal("use_custom_fsdp", "use_custom_fsdp", _FSDP),
 )  # fmt: skip
 
 
-def refuse(args: Namespace) -> None:
+def refuse(settings) -> None:
     """Stop a run whose settings TSP would not honour.
 
+    Args:
+        settings: parsed arguments, or one of Megatron's configs.
+
     Raises:
-        TSPError: for the first such setting in `args`, naming the flag, why, and what to do.
+        TSPError: for the first such setting, naming the flag, why, and what to do.
     """
     for refusal in REFUSED:
-        value = getattr(args, refusal.dest, None)
+        value = getattr(settings, refusal.dest, None)
         value = getattr(value, "name", value)  # of an enum
-        if value and value not in refusal.carried:
-            shown = "" if value is True else f" {value}"
+        wrong = [v for v in (value if isinstance(value, list) else [value])
+                 if v and v not in refusal.carried]
+        if wrong:
+            shown = "" if value is True else " " + " ".join(map(str, wrong))
             raise TSPError(f"{refusal.flag}{shown} does not work with --tsp-size: {refusal.reason}")

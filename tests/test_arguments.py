@@ -1,29 +1,44 @@
 """The flags: what they imply, and what is refused, by name."""
 
 import argparse
+from collections import Counter
+from dataclasses import fields
+from functools import cache
 
 import pytest
 
-from megatron_tsp import arguments, options, refusals, streaming
+from megatron_tsp import arguments, options, refusals, settings, streaming
 from megatron_tsp.errors import TSPError
 
-BASE = dict(
-    tensor_model_parallel_size=1, sequence_parallel=False, seq_length=64, hidden_size=64,
-    num_attention_heads=8, ffn_hidden_size=128, num_query_groups=None, group_query_attention=False,
-    kv_channels=None, padded_vocab_size=None, create_attention_mask_in_dataloader=True,
-    gradient_accumulation_fusion=True, attention_dropout=0.0, softmax_type="vanilla",
-    context_parallel_size=1, transformer_impl="local", position_embedding_type="rope",
-    optimizer="adam", ckpt_format="torch_dist", use_distributed_optimizer=False,
-    cuda_graph_impl="none", tensor_parallel_num_weight_shards=None,
-)  # fmt: skip
+
+@cache
+def _megatrons_parser():
+    """Megatron's own, of the installed version; a model of the size that the tests want."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    parser.set_defaults(
+        seq_length=64, hidden_size=64, num_attention_heads=8, ffn_hidden_size=128, world_size=48,
+        attention_dropout=0.0, rank=0,
+    )  # fmt: skip
+    return parser
+
+
+@cache
+def _our_parser():
+    parents = [_megatrons_parser()]
+    return arguments.add_arguments(argparse.ArgumentParser(parents=parents, allow_abbrev=False))
+
+
+@cache
+def _flags():
+    return {flag: a.dest for a in _megatrons_parser()._actions for flag in a.option_strings}
 
 
 def _parse(*argv, **changes):
-    parser = arguments.add_arguments(argparse.ArgumentParser())
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    parser.set_defaults(**{**BASE, **changes})
-    args = parser.parse_args(argv)
-    arguments.translate(args, argv)
+    preset = argparse.Namespace(**changes)
+    args = _our_parser().parse_args(argv, preset)
+    arguments.translate(args, argv, _flags())
     arguments.check(args)
     return args
 
@@ -38,9 +53,9 @@ def test_tsp_size_implies_tensor_and_sequence_parallelism_without_a_mask():
 
 
 def test_without_it_nothing_changes():
-    before = {**BASE}
-    args = _parse()
-    assert {key: getattr(args, key) for key in before} == before
+    before = vars(_megatrons_parser().parse_args([]))
+    args = vars(_parse())
+    assert {key: args[key] for key in before} == before
 
 
 def test_the_same_tensor_parallel_size_is_no_contradiction():
@@ -57,15 +72,25 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
         (("--tsp-mlp-schedule=ring",), {}, "--tsp-mlp-schedule needs --tsp-size"),
         (("--tsp-size=2", "--tsp-baseline-core"), {}, "drop it or --tsp-size"),
         (("--tsp-baseline-core",), {"attention_dropout": 0.1}, "--attention-dropout 0"),
-        (("--tsp-size=3",), {}, "--hidden-size 64 is not divisible by --tsp-size 3"),
+        (("--tsp-size=3",), {}, "--num-attention-heads 8 is not divisible by --tsp-size 3"),
         (("--tsp-size=8",), {"num_attention_heads": 12, "hidden_size": 96}, "nearest are 8 or 16"),
         (("--tsp-size=8",), {"ffn_hidden_size": 100}, "--ffn-hidden-size 100"),
         (("--tsp-size=8",), {"padded_vocab_size": 1001}, "the nearest are 1000 or 1008"),
         (("--tsp-size=4",), {"seq_length": 60}, "the nearest are 56 or 64"),
-        (("--tsp-size=4",), {"num_query_groups": 3, "group_query_attention": True},
-         "--num-query-groups 3"),
+        (("--tsp-size=2", "--no-pad-vocab-size", "--vocab-size=127"), {},
+         "--no-pad-vocab-size: --vocab-size 127 is not divisible by --tsp-size 2: the nearest are "
+         "126 or 128"),
+        (("--tsp-size=4",), {"num_query_groups": 3, "group_query_attention": True,
+                             "num_attention_heads": 12, "hidden_size": 96},
+         "--num-query-groups 3 neither divides --tsp-size 4 nor is a multiple of it, as Megatron's "
+         "sharding of QKV needs: the nearest are 2 or 4"),
         (("--tsp-size=8",), {"num_query_groups": 1, "group_query_attention": True,
-                             "kv_channels": 2}, "the QKV weight has 20 rows"),
+                             "kv_channels": 2}, "the nearest --kv-channels are 4"),
+        (("--tsp-size=8", "--pipeline-model-parallel-size=2"), {"world_size": 24},
+         "24 ranks are not a multiple of --tsp-size 8 x --pipeline-model-parallel-size 2: the "
+         "nearest are 16 or 32"),
+        (("--tsp-size=4",), {"world_size": 2}, "2 ranks are not a multiple of --tsp-size 4: the "
+         "nearest are 4"),
         (("--tsp-size=2",), {"tensor_parallel_num_weight_shards": 4}, "num-weight-shards"),
     ],
 )  # fmt: skip
@@ -75,18 +100,105 @@ def test_what_does_not_fit_is_refused(argv, changes, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("refusal", refusals.REFUSED, ids=lambda refusal: refusal.flag)
+#: Where the flag's type or choices do not say which value is not carried.
+VALUES = {
+    "attention_dropout": ["0.1"],
+    "recompute_modules": ["mlp", "moe"],
+    "cuda_graph_impl": ["local"],
+    "window_size": ["8,0"],
+    "attention_backend": ["fused"],
+    "no_rope_freq": ["2"],
+    "linear_attention_freq": ["2"],
+    "ckpt_format": ["torch"],
+}
+
+
+def _setting(action, carried):
+    """Command-line words that set a flag to something that is not carried."""
+    if action.dest in VALUES:
+        return VALUES[action.dest]
+    if action.nargs == 0:
+        return []
+    for choice in action.choices or ():
+        if choice not in carried:
+            return [str(choice)]
+    return ["4"]
+
+
+@pytest.mark.parametrize("refusal", refusals.REFUSED, ids=lambda refusal: refusal.dest)
 def test_a_setting_that_is_not_carried_is_refused_by_its_flag(refusal):
-    value = {"attention_dropout": 0.1, "num_experts": 4}.get(refusal.dest, "other")
-    with pytest.raises(TSPError) as error:
-        _parse("--tsp-size", "2", **{refusal.dest: value})
+    action = _actions().get(refusal.dest)
+    if action is not None:
+        assert refusal.flag in action.option_strings
+        words = [refusal.flag, *_setting(action, refusal.carried)]
+        with pytest.raises(TSPError) as error:
+            _parse("--tsp-size", "2", *words)
+        for carried in refusal.carried:
+            _parse("--tsp-size", "2", refusal.flag, str(carried))
+    else:
+        with pytest.raises(TSPError) as error:
+            _parse("--tsp-size", "2", **{refusal.dest: 4})
     assert refusal.flag in str(error.value) and "--tsp-size" in str(error.value)
-    for carried in refusal.carried:
-        _parse("--tsp-size", "2", **{refusal.dest: carried})
+
+
+@cache
+def _actions():
+    return {action.dest: action for action in _megatrons_parser()._actions}
+
+
+def test_what_the_entry_refuses_is_refused_with_tsp_and_without():
+    from megatron_tsp.training import gpt
+
+    elsewhere = {"yaml_cfg", "tensor_parallel_num_weight_shards"}  # by the parser, by `translate`
+    dests = {*settings.REFUSED_BY_ENTRY.split()} - elsewhere
+    assert dests <= gpt.NOT_CARRIED.keys()
+    for dest in dests:
+        with pytest.raises(TSPError, match=gpt.NOT_CARRIED[dest]):
+            gpt.check_args(argparse.Namespace(**{dest: "x"}))
+
+
+@cache
+def _megatrons_settings():
+    """Every flag's dest and every field of the configs that a model is made from."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    configs = (TransformerConfig, DistributedDataParallelConfig)  # the first has the parallel one's
+    return set(_actions()) | {field.name for config in configs for field in fields(config)}
+
+
+def test_every_setting_of_the_installed_megatron_is_classified():
+    unknown = _megatrons_settings() - settings.known()
+    assert not unknown, f"classify in megatron_tsp/settings.py or refusals.py: {sorted(unknown)}"
+
+
+def test_every_classified_setting_is_one_of_megatrons():
+    gone = settings.known() - _megatrons_settings()
+    assert not gone, f"this Megatron has no {sorted(gone)}"
+
+
+def test_no_setting_is_classified_twice():
+    tables = (settings.CARRIED, settings.PART_OF, settings.WITHOUT_EFFECT)
+    listed = [word for table in tables for words in table.values() for word in words.split()]
+    listed += settings.REFUSED_BY_ENTRY.split() + [refusal.dest for refusal in refusals.REFUSED]
+    assert not [word for word, times in Counter(listed).items() if times > 1]
+
+
+def test_what_depends_on_a_refused_setting_is_classified_anew_when_that_one_works():
+    refused = {refusal.dest for refusal in refusals.REFUSED} | {*settings.REFUSED_BY_ENTRY.split()}
+    works = settings.PART_OF.keys() - refused
+    assert not works, f"move what settings.PART_OF lists under {sorted(works)}"
+
+
+def test_a_flag_that_a_newer_megatron_brings_is_refused():
+    flags = {**_flags(), "--a-new-flag": "a_new_flag"}
+    args = argparse.Namespace(**vars(_parse("--tsp-size", "2")), a_new_flag=True)
+    with pytest.raises(TSPError, match="--a-new-flag is new in this Megatron"):
+        arguments.translate(args, ["--tsp-size", "2", "--a-new-flag"], flags)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("chosen", "message"),
     [
         ({"attention_schedule": "rings"}, "TSP attention schedule 'rings': not one of ring, br"),
         ({"mlp_schedule": ""}, "TSP mlp schedule '': not one of ring, broadcast, gather"),
@@ -95,22 +207,11 @@ def test_a_setting_that_is_not_carried_is_refused_by_its_flag(refusal):
         ({"loss_chunk": 0}, "TSP loss chunk 0: it takes at least 1 token"),
     ],
 )
-def test_options_that_do_not_exist_are_refused(settings, message):
+def test_options_that_do_not_exist_are_refused(chosen, message):
     with pytest.raises(TSPError, match=message):
-        options.TSPOptions(**settings)
+        options.TSPOptions(**chosen)
 
 
 def test_an_unknown_schedule_has_no_stream():
     with pytest.raises(TSPError, match="TSP schedule 'rings': not one of ring, broadcast, gather"):
         streaming.stream("rings", None)
-
-
-def test_the_refused_flags_are_megatrons():
-    """A flag that Megatron renames would otherwise pass unseen."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    flags = {action.dest: action.option_strings for action in parser._actions}
-    for refusal in refusals.REFUSED:
-        assert refusal.dest in flags, refusal.dest
-        assert refusal.flag in flags[refusal.dest], (refusal.flag, flags[refusal.dest])

@@ -222,7 +222,8 @@ def test_hidden_dropout_resumes(tmp_path):
         ("--tsp-size 2 --window-size 8,0", "--window-size"),
         ("--tsp-size 2 --reset-position-ids", "--reset-position-ids does not work"),
         ("--tsp-size 2 --cross-entropy-loss-fusion", "--cross-entropy-loss-fusion does not work"),
-        ("--tsp-size 3", "--hidden-size 64 is not divisible by --tsp-size 3: the nearest are 63"),
+        ("--tsp-size 3", "--num-attention-heads 8 is not divisible by --tsp-size 3: the nearest "
+         "are 6 or 9"),
         ("--tsp-size 2 --seq-length 66 --max-position-embeddings 66", "the nearest are 64 or 68"),
         ("--tsp-size 0", "the degree is at least 1"),
         ("--tsp-loss-chunk 8", "--tsp-loss-chunk needs --tsp-size"),

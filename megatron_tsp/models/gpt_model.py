@@ -4,6 +4,7 @@ import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_tsp.errors import TSPError
@@ -15,6 +16,7 @@ from megatron_tsp.layers.loss import cross_entropy
 from megatron_tsp.layers.mlp import TSPMLP
 from megatron_tsp.models.order import link, recompute_units
 from megatron_tsp.options import TSPOptions
+from megatron_tsp.refusals import refuse
 
 
 class TSPGPTModel(GPTModel):
@@ -22,10 +24,14 @@ class TSPGPTModel(GPTModel):
 
     Args as `GPTModel`, whose layer spec must be TSP's, and:
         options: TSP's own settings.
+
+    Raises:
+        TSPError: for a setting in `config` that TSP does not carry.
     """
 
-    def __init__(self, *args, options: TSPOptions, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: TransformerConfig, *args, options: TSPOptions, **kwargs):
+        refuse(config)
+        super().__init__(config, *args, **kwargs)
         self.options = options
         if options.streams_attention:
             self._spread_tokens_in_zigzag()

@@ -33,7 +33,7 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 SPIKY_FACTOR = 10
 
 # dest: flag, with and without TSP. Their batches are packed sequences or a second model's outputs.
-_NOT_CARRIED = {
+NOT_CARRIED = {
     "sft": "--sft",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "hybrid_context_parallel": "--hybrid-context-parallel",
@@ -47,7 +47,7 @@ straggler_timer = StragglerDetector()
 
 def check_args(args) -> None:
     """Raise `TSPError` for a kind of training that these functions do not carry, by flag."""
-    for dest, flag in _NOT_CARRIED.items():
+    for dest, flag in NOT_CARRIED.items():
         if getattr(args, dest, None):
             raise TSPError(
                 f"megatron_tsp.pretrain_gpt does not carry {flag}; "

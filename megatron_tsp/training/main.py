@@ -76,7 +76,10 @@ def parse(on_cpu):
     from megatron_tsp import arguments
     from megatron_tsp.training import gpt
 
+    flags = {}
+
     def add_flags(parser):
+        flags.update((flag, a.dest) for a in parser._actions for flag in a.option_strings)
         parser = arguments.add_arguments(parser)
         if on_cpu:
             parser.set_defaults(**cpu.default_flags())
@@ -87,7 +90,7 @@ def parse(on_cpu):
         raise TSPError("--yaml-cfg is not carried; give the same settings as flags.")
     if args.use_checkpoint_args:
         _load_checkpoint_args(args)
-    arguments.translate(args, sys.argv[1:])  # first: what TSP refuses is refused everywhere
+    arguments.translate(args, sys.argv[1:], flags)  # first: what TSP refuses is refused everywhere
     if on_cpu:
         cpu.check_flags(args)
     gpt.check_args(args)
