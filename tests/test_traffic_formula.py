@@ -1,17 +1,7 @@
-"""The bytes of a layer and of a model, counted, against the closed forms: equal, to the byte.
+"""The bytes of a layer and of a model, counted, against the planner's closed forms: equal, to the byte.
 
-Elements that a rank sends, times f = (D-1)/D (docs/design.md):
-
-    forward     P + 2·N·kv          weights, K and V
-    recompute   the same once more
-    backward    P + P_dW + 4·N·kv   weights, dW, K and V again, dK and dV
-
-and with tokens exchanged for heads (2h + 2kv)·N/D each way instead of 2·N·kv and 4·N·kv,
-
-with P the weights of the layer, N tokens, kv the width of K.
+The forms are in megatron_tsp/plan/traffic.py; docs/design.md has them as a table.
 """
-
-from fractions import Fraction
 
 import pytest
 import torch
@@ -26,6 +16,9 @@ from megatron_tsp import traffic
 from megatron_tsp.models.backends import TSPSpecProvider, layer_spec
 from megatron_tsp.models.gpt import TSPGPTModelBuilder, TSPGPTModelConfig
 from megatron_tsp.options import TSPOptions
+from megatron_tsp.plan import traffic as forms
+from megatron_tsp.plan.layout import Layout
+from megatron_tsp.plan.model import Model
 
 SEQ, BATCH, HEADS, WIDTH, HIDDEN, FFN, VOCAB = 48, 2, 12, 4, 48, 96, 48
 TOKENS = SEQ * BATCH
@@ -66,32 +59,28 @@ def _layer(degree, changes, options, recompute):
     return forward, _sent(counter)
 
 
-def _expected(degree, changes, recompute, wide, alltoall=False):
-    f = Fraction(degree - 1, degree)
-    kv = changes.get("num_query_groups", HEADS) * WIDTH
-    element = torch.empty(0, dtype=changes.get("params_dtype", torch.float32)).element_size()
-    dw_element = max(element, 4) if wide else element
-    bias = changes.get("add_bias_linear", False)
-    width = FFN if "activation_func" in changes else 2 * FFN
-    attention = HIDDEN * (2 * HIDDEN + 2 * kv) + bias * (HIDDEN + 2 * kv)
-    mlp = HIDDEN * (width + FFN) + bias * width
-    back = 2
-    if alltoall:  # tokens for heads; KV heads fewer than D go to all ranks that query them
-        kv_sent = max(kv, degree * WIDTH)
-        exchange, back = (2 * HIDDEN + 2 * kv_sent) * TOKENS * Fraction(element, degree), 1
-    else:
-        exchange = 2 * TOKENS * kv * element
-    forward = {
-        "attention": f * (attention * element + exchange),
-        "mlp": f * mlp * element,
-    }
-    backward = {
-        "attention": f * (attention * (element + dw_element) + back * exchange),
-        "mlp": f * mlp * (element + dw_element),
-    }
-    if recompute:
-        backward = {block: backward[block] + forward[block] for block in backward}
-    return forward, backward
+def _forms(degree, changes, options, recompute=False, fold=True):
+    """The planner's model and layout for the settings of a test."""
+    model = Model(
+        layers=2, hidden=HIDDEN, heads=HEADS, kv_heads=changes.get("num_query_groups", HEADS),
+        channels=WIDTH, ffn=FFN, gated="activation_func" not in changes, vocab=VOCAB,
+        vocab_divisor=1, sequence=SEQ, global_batch=BATCH,
+        biases=changes.get("add_bias_linear", False), wide_grads=options.wide_grads,
+        element=changes.get("params_dtype", torch.float32).itemsize,
+    )  # fmt: skip
+    layout = Layout(
+        fold=fold, degree=degree, micro_batch=BATCH, recompute="full" if recompute else "none",
+        exchange=options.attention_exchange, attention_schedule=options.attention_schedule,
+        mlp_schedule=options.mlp_schedule, vocab_schedule=options.vocab_schedule,
+    )  # fmt: skip
+    return model, layout
+
+
+def _expected(degree, changes, options, recompute=False, fold=True):
+    """{block: bytes} of a layer, forward and backward."""
+    given = _forms(degree, changes, options, recompute, fold)
+    backward = forms.backward(*given) + forms.recompute(*given)
+    return forms.total(forms.forward(*given), "block"), forms.total(backward, "block")
 
 
 ALL_TO_ALL = TSPOptions(attention_exchange="alltoall")
@@ -120,14 +109,13 @@ CASES = [
 
 @pytest.mark.parametrize(("degree", "changes", "options", "recompute"), CASES)
 def test_a_layer_sends_what_the_formula_says(degree, changes, options, recompute):
-    alltoall = options.attention_exchange == "alltoall"
-    expected = _expected(degree, changes, recompute, options.wide_grads, alltoall)
+    expected = _expected(degree, changes, options, recompute)
     for counted in run(_layer, degree, degree, changes, options, recompute):
         assert counted == expected
 
 
 def test_twin_one_more_transfer_is_seen():
-    expected = _expected(2, {}, False, True)
+    expected = _expected(2, {}, TSPOptions())
     counted = run(_layer_and_more, 2)[0]
     assert counted != expected
 
@@ -171,23 +159,25 @@ def _model(degree, blocks):
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_a_model_sends_nothing_else(degree):
-    f = Fraction(degree - 1, degree)
-    forward, backward = _expected(degree, {}, False, True)
+    forward, backward = _expected(degree, {}, TSPOptions())
+    there, back = forms.loss(*_forms(degree, {}, TSPOptions()))
     for counted, rows in run(_model, degree, degree, "all"):
         assert counted == {
             "attention": 2 * (forward["attention"] + backward["attention"]),
             "mlp": 2 * (forward["mlp"] + backward["mlp"]),
             "embedding": rows * HIDDEN * 4,
-            "loss": f * (3 * VOCAB * HIDDEN + TOKENS) * 4,
+            **forms.total(there + back, "block"),
         }
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_half_a_fold_moves_half_of_each(degree):
     """`mlp`: attention's two gathers and scatters stay; `attention`: the MLP's."""
-    f = Fraction(degree - 1, degree)
-    forward, backward = _expected(degree, {}, False, True)
-    tensor_parallel = f * 2 * 5 * TOKENS * HIDDEN * 4  # 2 forward and 3 backward, in 2 layers
+    forward, backward = _expected(degree, {}, TSPOptions())
+    of_blocks = _expected(degree, {}, TSPOptions(), fold=False)
+    tensor_parallel = sum(part["other"] for part in of_blocks)  # 2 layers, half of each
+    ends = _forms(degree, {}, TSPOptions(), fold=False)
+    at_ends = forms.total([t for f in (forms.embedding, forms.loss) for h in f(*ends) for t in h], "block")
     for counted, _ in run(_model, degree, degree, "attention"):
         assert counted["attention"] == 2 * (forward["attention"] + backward["attention"])
         assert "mlp" not in counted
@@ -195,8 +185,4 @@ def test_half_a_fold_moves_half_of_each(degree):
     for counted, _ in run(_model, degree, degree, "mlp"):
         assert counted["mlp"] == 2 * (forward["mlp"] + backward["mlp"])
         assert "attention" not in counted
-        # besides attention: the embedding's reduce-scatter and the output layer's gathers, and what
-        # Megatron's cross-entropy reduces
-        embedding, output = f * 2 * TOKENS * HIDDEN * 4, f * 3 * TOKENS * HIDDEN * 4
-        loss = counted["other"] - tensor_parallel - embedding - output
-        assert loss == 3 * 2 * f * TOKENS * 4  # three all-reduces of [s, b]
+        assert counted["other"] == tensor_parallel + at_ends["other"]

@@ -1,0 +1,1 @@
+"""`megatron-tsp plan`: which layout to run, on which machine."""

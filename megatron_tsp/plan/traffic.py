@@ -1,0 +1,313 @@
+"""What a rank sends, in closed form: bytes by collective, process group and kind of block.
+
+N = b·s tokens of a micro-batch, C context-parallel ranks, D the tensor-parallel or TSP size, X the
+ranks that a sequence is spread over in attention; f = (D-1)/D. Elements a layer (docs/design.md):
+
+    TP+SP     forward 4·f·N·h/C, backward 6·f·N·h/C; each recompute of a layer the forward's again
+    TSP       forward f·P, backward f·P and f·P of dW; P the layer's weights
+    exchange  K and V gathered: 2·N·kv forward, 4·N·kv backward; passed round a ring: the same;
+              tokens for heads: (2q + 2kv)·N/X each way; all times (X-1)/X. Under tensor parallelism
+              without a fold q and kv are those of the rank's heads
+
+The tests hold the counter of real runs (megatron_tsp/traffic.py) equal to these forms, to the byte,
+and the simulation sends what they say.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from megatron_tsp.plan.layout import Layout
+from megatron_tsp.plan.model import Model
+
+#: What a walk over weight shards is counted as, by schedule: the weights, and dW.
+COLLECTIVES = {
+    "ring": ("send", "send"),
+    "broadcast": ("broadcast", "reduce"),
+    "gather": ("all_gather", "reduce_scatter"),
+}
+#: Bytes of a main gradient, and of a loss.
+WIDE = 4
+
+
+class Transfer(NamedTuple):
+    """What one rank sends by one kind of collective.
+
+    Attributes:
+        collective, group, block: as `traffic.Counter` names them.
+        sent: bytes, exactly.
+    """
+
+    collective: str
+    group: str
+    block: str
+    sent: Fraction
+
+
+Transfers = list[Transfer]
+
+
+def share(ranks: int) -> Fraction:
+    """(ranks - 1)/ranks."""
+    return Fraction(ranks - 1, ranks)
+
+
+def total(transfers: Iterable[Transfer], *keys: str) -> dict:
+    """Bytes by the named attributes of `Transfer`, without what is zero."""
+    sums = defaultdict(Fraction)
+    for transfer in transfers:
+        key = tuple(getattr(transfer, key) for key in keys)
+        sums[key[0] if len(keys) == 1 else key] += transfer.sent
+    return {key: size for key, size in sums.items() if size}
+
+
+# ---------------------------------------------------------------------------------------------
+# A layer
+# ---------------------------------------------------------------------------------------------
+
+
+def tokens(model: Model, layout: Layout) -> int:
+    """N/C: tokens of a micro-batch in one tensor-parallel or TSP group."""
+    return layout.micro_batch * model.sequence // layout.context
+
+
+def dw_element(model: Model) -> int:
+    """Bytes of an element of dW between TSP's ranks."""
+    return max(model.element, 4) if model.wide_grads else model.element
+
+
+def weights(model: Model, layout: Layout, block: str) -> tuple[Transfer, Transfer]:
+    """A walk over a block's weights: (the weights, their dW)."""
+    elements = {
+        "attention": model.attention_weights,
+        "mlp": model.mlp_weights,
+    }.get(block) or model.padded_vocab(layout.degree) * model.hidden
+    schedule = {
+        "attention": layout.attention_schedule,
+        "mlp": layout.mlp_schedule,
+        "embedding": layout.vocab_schedule,
+        "loss": layout.vocab_schedule,
+    }[block]
+    f, (walk, home) = share(layout.degree), COLLECTIVES[schedule]
+    return (
+        Transfer(walk, "tsp-weights", block, f * elements * model.element),
+        Transfer(home, "tsp-weights", block, f * elements * dw_element(model)),
+    )
+
+
+def activations(model: Model, layout: Layout, gathers: int, scatters: int) -> Transfers:
+    """All-gathers and reduce-scatters of [s/C, b, h] over the tensor-parallel group."""
+    whole = share(layout.degree) * tokens(model, layout) * model.hidden * model.element
+    return [
+        Transfer("all_gather", "tp", "other", gathers * whole),
+        Transfer("reduce_scatter", "tp", "other", scatters * whole),
+    ]
+
+
+def exchange(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
+    """Attention's exchange: (forward, backward)."""
+    ranks = layout.token_ranks
+    shared = 1 if layout.fold else layout.degree  # ranks that the heads are spread over already
+    # With fewer KV heads than tensor-parallel ranks, each rank has one.
+    q, kv = model.q_width // shared, max(model.kv_width // shared, model.channels)
+    whole = layout.micro_batch * model.sequence * model.element * share(ranks)
+    group = "tsp-kv" if layout.fold else "cp"
+
+    def sent(collective: str, size) -> Transfer:
+        return Transfer(collective, group, "attention", Fraction(size))
+
+    if layout.exchange == "alltoall":
+        kv = max(kv, ranks * model.channels)  # a KV head goes to all ranks that query it
+        both = [sent("all_to_all", (2 * q + 2 * kv) * whole / ranks)]
+        return both, both
+    kvs = 2 * kv * whole
+    if layout.exchange == "ring":
+        return [sent("send", kvs)], [sent("send", 2 * kvs)]
+    gather = sent("all_gather", kvs)
+    return [gather], [gather, sent("reduce_scatter", kvs)]
+
+
+def shared_heads(model: Model, layout: Layout) -> Transfers:
+    """Megatron's gather of all of QKV over a tensor-parallel group that has more ranks than there are
+    KV heads, and the scatter of its gradient; elsewhere empty."""
+    if layout.fold or model.kv_heads >= layout.degree:
+        return []
+    width = model.q_width + 2 * model.kv_width
+    whole = share(layout.degree) * tokens(model, layout) * width * model.element
+    return [Transfer(kind, "tp", "other", whole) for kind in ("all_gather", "reduce_scatter")]
+
+
+def forward(model: Model, layout: Layout) -> Transfers:
+    """A layer's forward, for one micro-batch."""
+    there, _ = exchange(model, layout)
+    if not layout.fold:
+        return [*activations(model, layout, 2, 2), *shared_heads(model, layout)[:1], *there]
+    return [
+        weights(model, layout, "attention")[0],
+        *there,
+        weights(model, layout, "mlp")[0],
+    ]
+
+
+def backward(model: Model, layout: Layout) -> Transfers:
+    """A layer's backward, without what is recomputed."""
+    _, back = exchange(model, layout)
+    if not layout.fold:
+        return [*activations(model, layout, 4, 2), *shared_heads(model, layout)[1:], *back]
+    return [
+        *weights(model, layout, "attention"),
+        *back,
+        *weights(model, layout, "mlp"),
+    ]
+
+
+def recompute(model: Model, layout: Layout) -> Transfers:
+    """What a layer sends again in the backward because it is computed again."""
+    if layout.recompute == "full":
+        return forward(model, layout)
+    sent = []
+    if layout.recomputes("core_attn"):
+        sent += exchange(model, layout)[0]
+    if layout.recomputes("mlp"):
+        if layout.fold:
+            sent.append(weights(model, layout, "mlp")[0])
+        else:
+            sent += activations(model, layout, 1, 1)
+    return sent
+
+
+# ---------------------------------------------------------------------------------------------
+# The ends of the model
+# ---------------------------------------------------------------------------------------------
+
+
+def streams_table(model: Model, layout: Layout) -> bool:
+    """Whether TSP's embedding moves its table, not rows (`TSPVocabParallelEmbedding`)."""
+    local = tokens(model, layout) // layout.degree
+    vocab = model.padded_vocab(layout.degree)
+    return 2 * local * model.element > vocab * (model.element + dw_element(model))
+
+
+def embedding(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
+    """(forward, backward) of a micro-batch. Rows: as many as uniform token ids need."""
+    if not layout.fold:
+        gathers, scatters = activations(model, layout, 1, 1)
+        if model.learned_positions:  # Megatron adds them to whole tokens, then scatters
+            scatters = scatters._replace(collective="all_reduce", sent=2 * scatters.sent)
+        return [scatters], [gathers]
+    if streams_table(model, layout):
+        table, dw = weights(model, layout, "embedding")
+        return [table], [dw]
+    rows = Fraction(tokens(model, layout), layout.degree) * share(layout.degree)
+    sent = Transfer("all_to_all", "tp", "embedding", rows * model.hidden * model.element)
+    return [sent], [sent]
+
+
+def loss(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
+    """(forward, backward) of a micro-batch's output layer and cross-entropy."""
+    of_tokens = share(layout.degree) * tokens(model, layout) * WIDE
+    if layout.fold:
+        walk, dw = weights(model, layout, "loss")
+        return [walk, Transfer("all_gather", "tp", "loss", of_tokens)], [walk, dw]
+    # Largest logit, target logit and sum of exponentials are all-reduced.
+    reduced = Transfer("all_reduce", "tp", "other", 3 * 2 * of_tokens)
+    return [*activations(model, layout, 1, 0), reduced], activations(model, layout, 1, 1)
+
+
+# ---------------------------------------------------------------------------------------------
+# A step
+# ---------------------------------------------------------------------------------------------
+
+
+def parameters(model: Model, layout: Layout, stage: int = 0) -> int:
+    """Parameters of a rank of a pipeline stage, with the padded vocabulary."""
+    sharded = (model.attention_weights + model.mlp_weights) // layout.degree
+    count = model.layers // layout.pipeline * (sharded + model.replicated_per_layer)
+    table = model.padded_vocab(layout.degree) // layout.degree * model.hidden
+    first, last = stage == 0, stage == layout.pipeline - 1
+    count += first * (table + model.learned_positions * model.hidden)
+    count += last * ((not (model.tied and first)) * table + model.norm_size)
+    return count
+
+
+def _replicated(model: Model, layout: Layout, stage: int) -> int:
+    """Parameters whose gradients Megatron sums over the tensor-parallel group."""
+    count = model.layers // layout.pipeline * model.replicated_per_layer
+    if stage == layout.pipeline - 1:
+        count += model.norm_size
+    if stage == 0 and layout.fold:
+        count += model.learned_positions * model.hidden
+    return count
+
+
+def pipeline(model: Model, layout: Layout, stage: int) -> Transfers:
+    """Activations to the next stage and their gradients to the one before, of a micro-batch."""
+    size = Fraction(tokens(model, layout), layout.degree) * model.hidden * model.element
+    # With virtual stages every rank has a next and a previous one, except at the model's ends.
+    stages = layout.pipeline * layout.virtual
+    mine = range(stage, stages, layout.pipeline)
+    sends = sum(1 for s in mine if s < stages - 1) + sum(1 for s in mine if s > 0)
+    return [Transfer("send", "pp", "other", sends * size)] if layout.pipeline > 1 else []
+
+
+def gradients(model: Model, layout: Layout, stage: int = 0) -> Transfers:
+    """Once a step: sums of gradients over ranks, and parameters back from the optimizer's shards.
+
+    Single numbers (gradient norm, loss for the log) are left out, and so is the padding of buckets.
+    """
+    sent = []
+    small = 2 * share(layout.degree) * _replicated(model, layout, stage) * WIDE
+    sent.append(Transfer("all_reduce", "tp", "other", small))
+    ranks = layout.data * layout.context
+    whole = share(ranks) * parameters(model, layout, stage)
+    if layout.distributed_optimizer:
+        sent.append(Transfer("reduce_scatter", "dp-cp", "other", whole * WIDE))
+        sent.append(Transfer("all_gather", "dp-cp", "other", whole * model.element))
+    else:
+        sent.append(Transfer("all_reduce", "dp-cp", "other", 2 * whole * WIDE))
+    if model.tied and layout.pipeline > 1 and stage in (0, layout.pipeline - 1):
+        table = model.padded_vocab(layout.degree) // layout.degree * model.hidden
+        sent.append(Transfer("all_reduce", "embedding", "other", Fraction(table * WIDE)))
+    return [transfer for transfer in sent if transfer.sent]
+
+
+def step(model: Model, layout: Layout, stage: int = 0) -> Transfers:
+    """All that a rank of a pipeline stage sends in a training step."""
+    micro = layout.micro_batches(model.global_batch)
+    layers = model.layers // layout.pipeline
+    once = [
+        *forward(model, layout), *backward(model, layout), *recompute(model, layout)
+    ]  # fmt: skip
+    batch = [t._replace(sent=t.sent * layers) for t in once]
+    if stage == 0:
+        batch += [t for half in embedding(model, layout) for t in half]
+    if stage == layout.pipeline - 1:
+        batch += [t for half in loss(model, layout) for t in half]
+    batch += pipeline(model, layout, stage)
+    return [
+        *(t._replace(sent=t.sent * micro) for t in batch), *gradients(model, layout, stage)
+    ]  # fmt: skip
+
+
+def crossover(model: Model, fold: Layout, other: Layout, whole_step: bool = False) -> Fraction:
+    """N above which a layer of `fold` sends fewer bytes than one of `other`: forward, or the
+    whole step. Both are linear in N; infinity is given as -1."""
+
+    def sent(layout: Layout, batch: int) -> Fraction:
+        layout = _with_batch(layout, batch)
+        parts = forward(model, layout)
+        if whole_step:
+            parts = parts + backward(model, layout) + recompute(model, layout)
+        return sum((t.sent for t in parts), Fraction(0))
+
+    one, two = (sent(fold, n) - sent(other, n) for n in (1, 2))
+    slope, fixed = two - one, 2 * one - two
+    if slope >= 0:
+        return Fraction(-1)
+    return -fixed / slope * model.sequence
+
+
+def _with_batch(layout: Layout, batch: int) -> Layout:
+    return replace(layout, micro_batch=batch)

@@ -1,0 +1,101 @@
+"""The weight stream on a timeline."""
+
+from collections.abc import Callable
+
+from megatron_tsp.plan import traffic
+from megatron_tsp.plan.timeline import START, Event, Timeline
+from megatron_tsp.plan.work import Work
+
+#: The walk that follows: its weights, and their schedule.
+Next = tuple[traffic.Transfer, str]
+
+
+class Walk:
+    """Walks over D shards, as `streaming.py` makes them: the next shard on its way while one is used,
+    the next walk's first one while the last is used."""
+
+    def __init__(self, time: Timeline, work: Work):
+        self.time, self.work = time, work
+        self.size = work.layout.degree
+        self.begun: Event | None = None
+
+    def __call__(
+        self,
+        weights: traffic.Transfer,
+        schedule: str,
+        use: Callable[[], None],
+        then: Next | None = None,
+        dw: traffic.Transfer | None = None,
+    ) -> None:
+        """Use each of the D shards; backward, what each use adds to `dw` goes to the shard's owner.
+
+        Args:
+            weights, dw: what travels, in all.
+            then: the walk that follows: its weights and schedule.
+        """
+        if self.size == 1:
+            use()
+            return
+        self._weights, self._dw, self._use = weights, dw, use
+        first, self.begun = self.begun or self._fetch(weights, schedule), None
+        walk = {"ring": self._ring, "broadcast": self._broadcast, "gather": self._gather}[schedule]
+        if schedule == "ring" and dw is not None:
+            walk = self._ring_backward
+        walk(first, lambda: self._prefetch(then))
+
+    def _ring(self, arrival: Event, last: Callable[[], None]) -> None:
+        self._use()
+        for step in range(1, self.size):
+            self.time.wait(arrival)
+            if step < self.size - 1:
+                arrival = self._fetch(self._weights, "ring")
+            else:
+                last()
+            self._use()
+
+    def _ring_backward(self, arrival: Event, last: Callable[[], None]) -> None:
+        sums = START
+        for step in range(self.size):
+            if step < self.size - 1:
+                self.time.wait(arrival)
+                if step < self.size - 2:
+                    arrival = self._fetch(self._weights, "ring")
+            else:
+                last()
+            self.time.wait(sums)
+            self._use()
+            if step < self.size - 1:
+                sums = self._send(self._dw, self.size - 1)
+
+    def _broadcast(self, arrival: Event, last: Callable[[], None]) -> None:
+        reduced = START
+        for owner in range(self.size):
+            self.time.wait(arrival)
+            if owner < self.size - 1:
+                arrival = self._fetch(self._weights, "broadcast")
+            else:
+                last()
+            self._use()
+            if self._dw is not None:
+                reduced = self._send(self._dw, self.size)
+        self.time.wait(reduced)
+
+    def _gather(self, arrival: Event, last: Callable[[], None]) -> None:
+        self.time.wait(arrival)
+        last()
+        for _ in range(self.size):
+            self._use()
+        if self._dw is not None:
+            self.time.wait(self._send(self._dw, 1))
+
+    def _fetch(self, weights: traffic.Transfer, schedule: str) -> Event:
+        return self._send(weights, {"ring": self.size - 1, "broadcast": self.size, "gather": 1}[schedule])
+
+    def _send(self, transfer: traffic.Transfer, parts: int) -> Event:
+        seconds = self.work.seconds(transfer, parts)
+        return self.time.transfer(seconds, "weights", self.time.issued())
+
+    def _prefetch(self, then: Next | None) -> None:
+        if then is not None:
+            self.begun = self._fetch(*then)
+
