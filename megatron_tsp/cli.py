@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_data(commands)
     _add_ab(commands)
+    _add_plan(commands)
     _add_pretrain(commands)
     return parser
 
@@ -94,6 +95,39 @@ def _run_ab(args) -> int:
     from megatron_tsp import ab
 
     return ab.main(args.config, args.arms.split(",") if args.arms else None, args.out)
+
+
+# ---------------------------------------------------------------------------------------------
+# megatron-tsp plan
+# ---------------------------------------------------------------------------------------------
+
+
+def _add_plan(commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="which layout fits a machine, and which is fastest",
+        description="Predict memory and tokens/s of every layout that runs, rank those that fit, "
+        "and say why.",
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.yaml", help="MODEL_ARGS, as for `megatron-tsp ab`")
+    add("--hardware", required=True, metavar="NAME|FILE.yaml", help="a machine's profile")
+    add("--gpus", type=int, metavar="N", help="devices of the job (default: one node)")
+    add("--seq-len", type=int, metavar="S", help="another sequence length, the same tokens a step")
+    add("--global-batch-tokens", type=int, metavar="T", help="tokens of a step")
+    add("--price", type=float, metavar="USD", help="of a device-hour, for tokens a dollar")
+    add("--json", metavar="FILE", help="write all predictions there")
+    add("--plot", metavar="FILE.png", help="write memory, tokens/s and the regions there")
+    parser.set_defaults(run=_run_plan)
+
+
+def _run_plan(args) -> None:
+    from megatron_tsp import plan
+
+    plan.main(
+        args.config, args.hardware, args.gpus, args.seq_len, args.global_batch_tokens, args.price,
+        args.json, args.plot,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------

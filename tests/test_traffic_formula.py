@@ -1,4 +1,4 @@
-"""The bytes of a layer and of a model, counted, against the planner's closed forms: equal, to the byte.
+"""The bytes of a layer and of a model, counted, equal the planner's closed forms, to the byte.
 
 The forms are in megatron_tsp/plan/traffic.py; docs/design.md has them as a table.
 """
@@ -177,7 +177,8 @@ def test_half_a_fold_moves_half_of_each(degree):
     of_blocks = _expected(degree, {}, TSPOptions(), fold=False)
     tensor_parallel = sum(part["other"] for part in of_blocks)  # 2 layers, half of each
     ends = _forms(degree, {}, TSPOptions(), fold=False)
-    at_ends = forms.total([t for f in (forms.embedding, forms.loss) for h in f(*ends) for t in h], "block")
+    halves = [*forms.embedding(*ends), *forms.loss(*ends)]
+    at_ends = forms.total([transfer for half in halves for transfer in half], "block")
     for counted, _ in run(_model, degree, degree, "attention"):
         assert counted["attention"] == 2 * (forward["attention"] + backward["attention"])
         assert "mlp" not in counted

@@ -66,7 +66,7 @@ def _run(config, arms, folder: Path) -> dict:
     from megatron_tsp.ab import initial, plots, report, runner
     from megatron_tsp.ab.arms import check_data, check_flags
 
-    _quiet_imports()
+    quiet_imports()
     if config.data:
         _add_data(config, arms)
     parsed = [check_flags(arm) for arm in arms]
@@ -160,7 +160,7 @@ def _print(report: dict, folder: Path) -> None:
     print(f"\nreport: {folder / 'report.md'} (and report.json, PNG plots)")
 
 
-def _quiet_imports() -> None:
+def quiet_imports() -> None:
     """Megatron's imports warn about parts that this process does not use."""
     import logging
 

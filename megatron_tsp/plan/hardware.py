@@ -8,7 +8,6 @@ bytes a second); times in microseconds.
 import math
 import os
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
@@ -179,7 +178,7 @@ def load(name: str) -> Hardware:
         path = FOLDER / f"{name}.yaml"
     else:
         raise TSPError(
-            f"--hardware {name}: no such profile{nearest(name, names())}; a file's name ends in .yaml"
+            f"--hardware {name}: no such profile{nearest(name, names())}; a file ends in .yaml"
         )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -195,7 +194,8 @@ def _read(content, where: str) -> Hardware:
         raise TSPError(f"{where}: expected `key: value` lines")
     for key in content:
         if key not in _REQUIRED | _OPTIONAL:
-            raise TSPError(f"{where}: unknown key {key!r}{nearest(str(key), _REQUIRED | _OPTIONAL)}")
+            near = nearest(str(key), sorted(_REQUIRED | _OPTIONAL))
+            raise TSPError(f"{where}: unknown key {key!r}{near}")
     if missing := sorted(_REQUIRED - content.keys()):
         raise TSPError(f"{where}: missing {', '.join(missing)}")
     for key, valid in (("fabric", ("mesh", "switch")), ("precision", ("bf16", "fp32"))):

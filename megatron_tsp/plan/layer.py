@@ -1,9 +1,9 @@
 """What a rank does in a layer, as work on a `Timeline`: forward and backward.
 
 The order is that of the code. TSP: `streaming.py` walks with the next shard on its way,
-`layers/kv_gather.py` keeps one head group ahead. TP+SP: Megatron's linears gather before the product
-and scatter after it; backward they gather their input during the product for dX and scatter dX during
-that for dW.
+`layers/kv_gather.py` keeps one head group ahead. TP+SP: Megatron's linears gather before the
+product and scatter after it; backward they gather their input during the product for dX and scatter
+dX during that for dW.
 """
 
 from megatron_tsp.plan import traffic
@@ -146,26 +146,20 @@ class FoldedLayer:
             "fc2": work.matmul(rows, model.hidden, model.ffn / shards),
         }
 
-    def forward(self, last: bool = False) -> None:
-        """x to the next layer's x. `last`: nothing is known of what follows."""
-        work, model = self.work, self.work.model
+    def forward(self) -> None:
+        """x to the next layer's x."""
+        model = self.work.model
         attention, mlp = self.schedules
         self._local(passes.NORM[model.element], model.hidden)
         self.walk(self.qkv, attention, lambda: self._product("qkv"), (self.proj, attention))
         self._rope()
-        self.attention.forward()
+        self.attend()
         self.walk(self.proj, attention, lambda: self._product("proj"), (self.mlp, mlp))
         self._local(passes.RESIDUAL + passes.NORM[model.element], model.hidden)
-
-        def shard():
-            self._product("fc1")
-            self._local(passes.ACTIVATION, model.ffn / work.layout.degree)
-            self._product("fc2")
-
-        self.walk(self.mlp, mlp, shard, None if last else (self.qkv, attention))
+        self.feed_forward()
         self._local(passes.RESIDUAL, model.hidden)
 
-    def backward(self, last: bool = False) -> None:
+    def backward(self) -> None:
         """The gradient of the output to that of x, and dW to its owners."""
         work, model, layout = self.work, self.work.model, self.work.layout
         attention, mlp = self.schedules
@@ -189,21 +183,25 @@ class FoldedLayer:
         self.walk(self.proj, attention, twice("proj"), (self.qkv, attention), self.dproj)
         self.attention.backward()
         self._rope()
-        following = None if last else (self.mlp, mlp)
-        self.walk(self.qkv, attention, twice("qkv"), following, self.dqkv)
+        self.walk(self.qkv, attention, twice("qkv"), (self.mlp, mlp), self.dqkv)
         self._local(norm + passes.RESIDUAL, model.hidden)
         self.time.kernel(work.elementwise(6, work.model_weights / layout.degree))  # to main_grad
 
-    def recompute_mlp(self) -> None:
-        """The MLP's forward again, by Megatron's selective recompute."""
-        work, model = self.work, self.work.model
+    def attend(self) -> None:
+        """The attention core."""
+        self.attention.forward()
+
+    def feed_forward(self) -> None:
+        """The MLP."""
+        width = self.work.model.ffn / self.work.layout.degree
+        attention, mlp = self.schedules
 
         def shard():
             self._product("fc1")
-            self._local(passes.ACTIVATION, model.ffn / work.layout.degree)
+            self._local(passes.ACTIVATION, width)
             self._product("fc2")
 
-        self.walk(self.mlp, self.schedules[1], shard)
+        self.walk(self.mlp, mlp, shard, (self.qkv, attention))
 
     def _product(self, name: str) -> None:
         self.time.kernel(self._products[name])
@@ -236,20 +234,20 @@ class TensorParallelLayer:
         self._gather, self._scatter = work.seconds(gather), work.seconds(scatter)
         self._shared = [work.seconds(t) for t in traffic.shared_heads(model, layout)]
 
-    def forward(self, last: bool = False) -> None:
+    def forward(self) -> None:
         """x to the next layer's x."""
         self._local(passes.NORM[self.work.model.element])
         self._column("qkv")
         for seconds in self._shared[:1]:
             self.time.wait(self._transfer(seconds))
         self._rope()
-        self.attention.forward()
+        self.attend()
         self._row("proj")
         self._local(passes.RESIDUAL + passes.NORM[self.work.model.element])
-        self._mlp()
+        self.feed_forward()
         self._local(passes.RESIDUAL)
 
-    def backward(self, last: bool = False) -> None:
+    def backward(self) -> None:
         """The gradient of the output to that of x, and dW."""
         work, model, layout = self.work, self.work.model, self.work.layout
         element = model.element
@@ -268,11 +266,12 @@ class TensorParallelLayer:
         self._local(passes.NORM_BACKWARD[element] + passes.RESIDUAL)
         self.time.kernel(work.elementwise(6, work.model_weights / layout.degree))  # to main_grad
 
-    def recompute_mlp(self) -> None:
-        """The MLP's forward again."""
-        self._mlp()
+    def attend(self) -> None:
+        """The attention core."""
+        self.attention.forward()
 
-    def _mlp(self) -> None:
+    def feed_forward(self) -> None:
+        """The MLP."""
         self._column("fc1")
         self._sharded(passes.ACTIVATION, self.work.model.ffn)
         self._row("fc2")

@@ -20,7 +20,7 @@ class Layout:
         context, pipeline, data: sizes of the other dimensions.
         virtual: virtual stages a pipeline rank.
         micro_batch: sequences.
-        recompute: "none"; "selective", of `modules`; "full", of `recompute_layers` layers at a time.
+        recompute: "none"; "selective", of `modules`; "full", `recompute_layers` at a time.
         save_activations: `--tsp-mlp-save-activations`.
         exchange: how queries meet the keys of other ranks: "allgather", "alltoall", and for context
             parallelism without a fold also "ring".

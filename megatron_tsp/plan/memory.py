@@ -2,9 +2,9 @@
 
     peak = parameters + gradients + optimizer + saved activations + buffers + the largest transient
 
-n_t = N/(C·D) are the tokens that a rank keeps between blocks, U = n_t·h elements. Saved a layer, per
-token: TSP x, q, k, v, the attention's output, x after attention (2h + 2q + 2kv); TP+SP also both norms'
-outputs and the MLP's hidden activations; with full recompute x alone. docs/design.md has the reasons.
+n_t = N/(C·D) are the tokens that a rank keeps between blocks, U = n_t·h elements. Saved a layer,
+per token: TSP x, q, k, v, the attention's output, x after attention (2h + 2q + 2kv); TP+SP both
+norms' outputs and the MLP's hidden activations as well; with full recompute x alone.
 """
 
 from dataclasses import dataclass
@@ -42,6 +42,12 @@ class Memory:
         return lasting + self.activations + self.transient
 
 
+def largest(model: Model, layout: Layout) -> Memory:
+    """The memory of the pipeline stage that needs most: the first, or the last with its loss."""
+    stages = {0, layout.pipeline - 1}
+    return max((of_stage(model, layout, stage) for stage in stages), key=lambda m: m.peak)
+
+
 def of_stage(model: Model, layout: Layout, stage: int = 0) -> Memory:
     """The memory of a rank of a pipeline stage."""
     count = traffic.parameters(model, layout, stage)
@@ -64,7 +70,7 @@ def of_stage(model: Model, layout: Layout, stage: int = 0) -> Memory:
 
 
 def in_flight(model: Model, layout: Layout, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once (1F1B; interleaved: a fraction more)."""
+    """Micro-batches whose activations a stage holds at once (1F1B; more if interleaved)."""
     micro, stages = layout.micro_batches(model.global_batch), layout.pipeline
     if layout.virtual == 1:
         return min(stages - stage, micro)

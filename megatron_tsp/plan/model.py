@@ -28,8 +28,8 @@ class Model:
     """A dense decoder and how it is trained.
 
     Attributes:
-        layers, hidden, heads, kv_heads, channels, ffn: L, h, query heads, KV heads, width of a head,
-            width of the MLP.
+        layers, hidden, heads, kv_heads, channels, ffn: L, h, query heads, KV heads, width of a
+            head, width of the MLP.
         gated: the MLP has a gate.
         vocab, vocab_divisor: tokens, and what Megatron pads them to per tensor-parallel rank.
         tied: the output layer is the embedding.

@@ -6,16 +6,17 @@ from dataclasses import replace
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
+from megatron_tsp.plan import memory
 from megatron_tsp.plan.hardware import Hardware
 from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
-from megatron_tsp.plan.predict import Prediction, predict
+from megatron_tsp.plan.prediction import Prediction, predict
 
 #: The largest tensor-parallel, TSP or context-parallel size that is tried.
 LARGEST = 64
 MICRO_BATCHES = (1, 2, 4, 8)
 #: (attention, MLP and vocabulary): the default, and one schedule for all.
-SCHEDULES = (("broadcast", "ring"), ("broadcast", "broadcast"), ("ring", "ring"), ("gather", "gather"))
+SCHEDULES = (("broadcast", "ring"), *((name, name) for name in ("broadcast", "ring", "gather")))
 PROGRESS_AFTER = 2.0
 
 
@@ -119,17 +120,17 @@ def search(
         raise TSPError(_no_layout(model, ranks))
     fitting, tightest = [], None
     for layout in _progress(candidates):
-        prediction = predict(model, layout, hardware)
-        if prediction.fits:
-            fitting.append(prediction)
-        elif tightest is None or prediction.memory.peak < tightest.memory.peak:
-            tightest = prediction
+        needs = memory.largest(model, layout).peak
+        if needs <= hardware.usable_memory:
+            fitting.append(predict(model, layout, hardware))
+        elif tightest is None or needs < tightest[0]:
+            tightest = needs, layout
     if not fitting:
-        needs, has = tightest.memory.peak / 2**30, hardware.usable_memory / 2**30
+        needs, layout = tightest
         raise TSPError(
-            f"no layout of {ranks} ranks fits: the leanest, {tightest.layout.grid} "
-            f"({tightest.layout.options}), needs {needs:.1f} GiB of {has:.1f}; take more ranks, a "
-            "shorter sequence, or --use-distributed-optimizer"
+            f"no layout of {ranks} ranks fits: the leanest, {layout.grid} ({layout.options}), "
+            f"needs {needs / 2**30:.1f} GiB of {hardware.usable_memory / 2**30:.1f}; take more "
+            "ranks, a shorter sequence, or --use-distributed-optimizer"
         )
     fitting.sort(key=lambda p: p.step)
     return fitting, len(candidates) - len(fitting)
@@ -146,8 +147,8 @@ def _no_layout(model: Model, ranks: int) -> str:
     fewest = ranks // largest
     if model.global_batch % fewest:
         return (
-            f"no layout of {ranks} ranks: a global batch of {model.global_batch} sequences does not "
-            f"feed them, the fewest replicas are {fewest}; give --global-batch-tokens"
+            f"no layout of {ranks} ranks: a global batch of {model.global_batch} sequences does "
+            f"not feed them, the fewest replicas are {fewest}; give --global-batch-tokens"
         )
     return (
         f"no layout of {ranks} ranks: the layers, heads, sequence and global batch have no common "

@@ -28,25 +28,25 @@ class Timeline:
         self.overlap = overlap
         self.busy: dict[str, float] = defaultdict(float)
         self.waited: dict[str, float] = defaultdict(float)
+        self._kernel = self._links = START
         self._last: dict[str, Event] = {}
-        self._links = START
 
     @property
     def now(self) -> float:
         """When the last kernel ends."""
-        return self._last.get(COMPUTE, START).end
+        return self._kernel.end
 
     def kernel(self, seconds: float, *after: Event) -> Event:
         """Run a kernel after these events."""
-        last = self._last.get(COMPUTE, START)
-        cause = max(after, default=last)
-        start = last.end
-        if cause.end > start:
-            self.waited[cause.stream] += cause.end - start
-            start = cause.end
+        start = free = self._kernel.end
+        for end, stream in after:
+            if end > start:
+                start, cause = end, stream
+        if start > free:
+            self.waited[cause] += start - free
         self.busy[COMPUTE] += seconds
-        self._last[COMPUTE] = Event(start + seconds, COMPUTE)
-        return self._last[COMPUTE]
+        self._kernel = Event(start + seconds, COMPUTE)
+        return self._kernel
 
     def transfer(self, seconds: float, stream: str, *after: Event) -> Event:
         """Start a transfer after what has been issued to `stream`, the links, and these events."""
@@ -65,7 +65,7 @@ class Timeline:
 
     def issued(self) -> Event:
         """What the compute stream has been given so far: transfers of its results come after."""
-        return self._last.get(COMPUTE, START)
+        return self._kernel
 
     def wait(self, *events: Event) -> None:
         """Let the compute stream wait."""

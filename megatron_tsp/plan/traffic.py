@@ -130,8 +130,8 @@ def exchange(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
 
 
 def shared_heads(model: Model, layout: Layout) -> Transfers:
-    """Megatron's gather of all of QKV over a tensor-parallel group that has more ranks than there are
-    KV heads, and the scatter of its gradient; elsewhere empty."""
+    """Megatron's gather of all of QKV over a tensor-parallel group with more ranks than KV heads,
+    and the scatter of its gradient; elsewhere empty."""
     if layout.fold or model.kv_heads >= layout.degree:
         return []
     width = model.q_width + 2 * model.kv_width

@@ -11,8 +11,8 @@ Next = tuple[traffic.Transfer, str]
 
 
 class Walk:
-    """Walks over D shards, as `streaming.py` makes them: the next shard on its way while one is used,
-    the next walk's first one while the last is used."""
+    """Walks over D shards, as `streaming.py` makes them: the next shard on its way while one is
+    used, the next walk's first one while the last is used."""
 
     def __init__(self, time: Timeline, work: Work):
         self.time, self.work = time, work
@@ -89,7 +89,8 @@ class Walk:
             self.time.wait(self._send(self._dw, 1))
 
     def _fetch(self, weights: traffic.Transfer, schedule: str) -> Event:
-        return self._send(weights, {"ring": self.size - 1, "broadcast": self.size, "gather": 1}[schedule])
+        parts = {"ring": self.size - 1, "broadcast": self.size, "gather": 1}
+        return self._send(weights, parts[schedule])
 
     def _send(self, transfer: traffic.Transfer, parts: int) -> Event:
         seconds = self.work.seconds(transfer, parts)
@@ -98,4 +99,3 @@ class Walk:
     def _prefetch(self, then: Next | None) -> None:
         if then is not None:
             self.begun = self._fetch(*then)
-

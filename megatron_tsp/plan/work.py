@@ -68,7 +68,8 @@ class Work:
     def seconds(self, transfer: traffic.Transfer, parts: int = 1) -> float:
         """Of one of `parts` equal operations that send `transfer` together."""
         ranks, stride = self.group(transfer.group)
-        return self.hardware.transfer(transfer.collective, float(transfer.sent) / parts, ranks, stride)
+        sent = float(transfer.sent) / parts
+        return self.hardware.transfer(transfer.collective, sent, ranks, stride)
 
     def group(self, name: str) -> tuple[int, int]:
         """(ranks, stride) of a process group."""

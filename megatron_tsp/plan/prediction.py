@@ -1,4 +1,4 @@
-"""How long a training step takes, and what binds: layers, ends of the model, pipeline, data parallel."""
+"""How long a training step takes, and what of it is exposed."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,8 +13,8 @@ from megatron_tsp.plan.timeline import COMPUTE, Timeline
 from megatron_tsp.plan.walk import Walk
 from megatron_tsp.plan.work import Work
 
-#: Bytes that Adam reads and writes of a parameter and its states, the gradient norm and the zeroing of
-#: gradients included.
+#: Bytes that Adam reads and writes of a parameter and its states, with the gradient norm and the
+#: zeroing of gradients.
 OPTIMIZER_BYTES = 42
 
 
@@ -57,10 +57,8 @@ class Prediction:
     Attributes:
         step: seconds of a training step.
         tokens_per_s: of the whole job.
-        phase: a rank's stretch of `step` by streams: of the slowest stage; the pipeline's bubble and
-            exposed transfers are in `waited`.
+        phase: what the slowest stage does in `step`; the pipeline's bubble is in `waited`.
         memory: bytes by part, of the stage with most.
-        sent: bytes of a step, of the rank that sends most.
     """
 
     model: Model
@@ -69,17 +67,20 @@ class Prediction:
     step: float
     phase: Phase
     memory: memory.Memory
-    sent: float
+
+    @property
+    def sent(self) -> float:
+        """Bytes of a step, of the rank that sends most."""
+        stages = {0, min(1, self.layout.pipeline - 1), self.layout.pipeline - 1}
+        return max(
+            float(sum(t.sent for t in traffic.step(self.model, self.layout, stage)))
+            for stage in stages
+        )
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens of the global batch by the seconds of a step."""
         return self.model.global_batch * self.model.sequence / self.step
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits in the memory that training may use."""
-        return self.memory.peak <= self.hardware.usable_memory
 
     @property
     def flops_share(self) -> float:
@@ -118,23 +119,18 @@ def predict(model: Model, layout: Layout, hardware: Hardware) -> Prediction:
     tail = _tail(work, once.total * layers, back.total * layers)
     step = steady.total + bubble + tail.total
     waited = Phase(bubble, {}, {"pipeline": bubble})
-    stages = {0, layout.pipeline - 1}
     return Prediction(
         model,
         layout,
         hardware,
         step,
         steady + waited + tail,
-        max((memory.of_stage(model, layout, s) for s in stages), key=lambda m: m.peak),
-        max(
-            float(sum(t.sent for t in traffic.step(model, layout, stage)))
-            for stage in {0, min(1, layout.pipeline - 1), layout.pipeline - 1}
-        ),
+        memory.largest(model, layout),
     )
 
 
 def _tail(work: Work, forward: float, backward: float) -> Phase:
-    """What comes once a step: gradients over data-parallel ranks, the optimizer, parameters back."""
+    """What comes once a step: sums of gradients, the optimizer, parameters back."""
     model, layout, hardware = work.model, work.layout, work.hardware
     grads = params = other = 0.0
     for transfer in traffic.gradients(model, layout):
@@ -160,23 +156,24 @@ def _tail(work: Work, forward: float, backward: float) -> Phase:
     return Phase(update + waited, {COMPUTE: update, "data": busy}, {"data": waited})
 
 
-@lru_cache(maxsize=4096)
 def layer_phases(model: Model, layout: Layout, hardware: Hardware) -> tuple[Phase, Phase]:
     """(forward, backward with what is recomputed) of a layer among others, for one micro-batch."""
-    forward, backward = Timeline(hardware.overlap), Timeline(hardware.overlap)
-    work = Work(model, layout, hardware)
-    there, back = layer(forward, work), layer(backward, work)
+    plain = replace(layout, recompute="none", modules=(), recompute_layers=1)
+    forward = _of_layer(model, replace(plain, save_activations=False), hardware, "forward")
+    backward = _of_layer(model, replace(layout, recompute="none"), hardware, "backward")
+    if layout.recompute == "full":
+        backward = backward + forward
+    if layout.recomputes("core_attn"):
+        backward = backward + _of_layer(model, plain, hardware, "attend")
+    if layout.recomputes("mlp"):
+        backward = backward + _of_layer(model, plain, hardware, "feed_forward")
+    return forward, backward
 
-    def backwards():
-        if layout.recompute == "full":
-            back.forward(last=True)
-        elif layout.recomputes("core_attn"):
-            back.attention.forward()
-        if layout.recomputes("mlp"):
-            back.recompute_mlp()
-        back.backward()
 
-    return _second(forward, there.forward), _second(backward, backwards)
+@lru_cache(maxsize=65536)
+def _of_layer(model: Model, layout: Layout, hardware: Hardware, part: str) -> Phase:
+    time = Timeline(hardware.overlap)
+    return _second(time, getattr(layer(time, Work(model, layout, hardware)), part))
 
 
 def _second(time: Timeline, run) -> Phase:
@@ -191,7 +188,7 @@ def _second(time: Timeline, run) -> Phase:
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def end_phases(model: Model, layout: Layout, hardware: Hardware) -> tuple[Phase, Phase]:
     """(embedding, output layer and loss), forward and backward, for one micro-batch."""
     work = Work(model, layout, hardware)
