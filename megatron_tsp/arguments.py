@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
-from megatron_tsp.options import BLOCKS, EXCHANGES, TSPOptions
+from megatron_tsp.options import BLOCKS, CP_COMM_TYPES, EXCHANGES, TSPOptions
 from megatron_tsp.refusals import refuse
 from megatron_tsp.settings import refuse_unknown
 from megatron_tsp.streaming import SCHEDULES
@@ -27,7 +27,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         metavar="D",
         help="Each rank of a group of D keeps 1/D of the weights and 1/D of the sequence. Implies "
-        "--tensor-model-parallel-size D and --sequence-parallel.",
+        "--tensor-model-parallel-size D and --sequence-parallel. With --context-parallel-size C a "
+        "sequence is spread over C such groups, 1/(D x C) on each rank.",
     )
     group.add_argument(
         "--tsp-blocks",
@@ -105,6 +106,8 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     written = {word.split("=")[0] for word in argv if word.startswith("--")}
     if args.tsp_size is None:
         _require_no_tsp_flags(args, written)
+        if args.tsp_baseline_core:
+            _translate_baseline(args)
         return
     degree = args.tsp_size
     if degree < 1:
@@ -125,6 +128,11 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
         raise TSPError(
             "--tensor-parallel-num-weight-shards does not work with --tsp-size: TSP shards the "
             "weights itself; drop the flag"
+        )
+    if "--cp-comm-type" in written and args.tsp_blocks != "mlp":
+        raise TSPError(
+            "--cp-comm-type does not work with --tsp-size: --tsp-attention-exchange says how the "
+            "ranks of both exchange K and V; drop the flag"
         )
     args.tensor_model_parallel_size = degree
     args.sequence_parallel = degree > 1
@@ -182,7 +190,11 @@ def describe(args: Namespace) -> str:
         travels.append(f"MLP by {options.mlp_schedule}")
     if options.streams_attention:
         travels.append(f"vocabulary by {options.vocab_schedule}")
-    tokens = f"{args.seq_length // degree} of {args.seq_length} tokens a sequence"
+    context = args.context_parallel_size
+    local = args.seq_length // (degree * context)
+    tokens = f"{local} of {args.seq_length} tokens a sequence"
+    if context > 1:
+        tokens += f" (spread over {context} groups)"
     exchange = {
         "allgather": "in zigzag order; K and V are all-gathered",
         "alltoall": "in zigzag order; attention exchanges tokens for heads",
@@ -223,11 +235,50 @@ def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:
     for flag in sorted(written):
         if flag.startswith("--tsp-") and flag not in alone:
             raise TSPError(f"{flag} needs --tsp-size D")
-    if args.tsp_baseline_core:
-        if args.attention_dropout:
-            raise TSPError("--tsp-baseline-core has no attention dropout: --attention-dropout 0")
-        if args.create_attention_mask_in_dataloader:
-            args.create_attention_mask_in_dataloader = False
+
+
+def _translate_baseline(args: Namespace) -> None:
+    """For Megatron's own model with TSP's attention core: no mask, and what the core carries."""
+    if args.attention_dropout:
+        raise TSPError("--tsp-baseline-core has no attention dropout: --attention-dropout 0")
+    args.create_attention_mask_in_dataloader = False
+    _check_context_parallel(args)
+
+
+def _check_context_parallel(args: Namespace) -> None:
+    """What attention over Megatron's context-parallel group carries, where its core is ours."""
+    if args.context_parallel_size == 1:
+        return
+    if args.hierarchical_context_parallel_sizes:
+        raise TSPError(
+            "--hierarchical-context-parallel-sizes needs Transformer Engine's attention; drop it"
+        )
+    for kind in args.cp_comm_type:
+        if kind not in CP_COMM_TYPES:
+            raise TSPError(
+                f"--cp-comm-type {kind}: without Transformer Engine's attention it is one of "
+                f"{', '.join(CP_COMM_TYPES)}"
+            )
+        if CP_COMM_TYPES[kind] == "alltoall":
+            _check_exchanged_heads(args, f"--cp-comm-type {kind}")
+
+
+def _check_exchanged_heads(args: Namespace, exchange: str) -> None:
+    """Tokens are exchanged for heads: every rank of a sequence takes as many heads."""
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    ranks, heads = tensor * context, args.num_attention_heads
+    if heads and heads % ranks:
+        raise TSPError(
+            f"{exchange} gives each rank some of the heads: --num-attention-heads {heads} is not "
+            f"divisible by {tensor} x {context} ranks: the nearest are "
+            f"{_nearest(heads, lambda n: n % ranks == 0)}. Or use allgather"
+        )
+    groups = args.num_query_groups if args.group_query_attention else heads
+    if heads and groups % ranks and ranks % groups:
+        raise TSPError(
+            f"{exchange}: --num-query-groups {groups} neither divides {tensor} x {context} ranks "
+            "nor is a multiple of them; use allgather"
+        )
 
 
 def _check_sizes(args: Namespace) -> None:
@@ -250,10 +301,22 @@ def _check_sizes(args: Namespace) -> None:
     if heads:
         _check_heads(args, heads)
     if args.seq_length:
+        beside = ""
+        if args.context_parallel_size > 1:
+            beside = f" --context-parallel-size {args.context_parallel_size}"
         try:
-            zigzag.chunk_length(args.seq_length, degree)
+            zigzag.chunk_length(args.seq_length, degree * args.context_parallel_size)
         except TSPError as error:
-            raise TSPError(f"--seq-length with --tsp-size {degree}: {error}") from None
+            raise TSPError(f"--seq-length with --tsp-size {degree}{beside}: {error}") from None
+    if args.context_parallel_size > 1 and args.eod_mask_loss and not args.calculate_per_token_loss:
+        raise TSPError(
+            "--eod-mask-loss with --context-parallel-size: the ranks count different numbers of "
+            "tokens, and Megatron averages their averages; pass --calculate-per-token-loss"
+        )
+    if args.tsp_blocks == "mlp":
+        _check_context_parallel(args)
+    elif args.tsp_attention_exchange == "alltoall":
+        _check_exchanged_heads(args, "--tsp-attention-exchange alltoall")
     _check_world(args)
 
 
@@ -284,11 +347,14 @@ def _check_heads(args: Namespace, heads: int) -> None:
 def _check_world(args: Namespace) -> None:
     """Ranks come in whole copies of the model."""
     stages = args.pipeline_model_parallel_size or 1
-    ranks = args.tsp_size * stages
+    context = args.context_parallel_size
+    ranks = args.tsp_size * stages * context
     if args.world_size % ranks:
-        pipeline = f" x --pipeline-model-parallel-size {stages}" if stages > 1 else ""
+        sizes = f"--tsp-size {args.tsp_size}"
+        sizes += f" x --pipeline-model-parallel-size {stages}" if stages > 1 else ""
+        sizes += f" x --context-parallel-size {context}" if context > 1 else ""
         raise TSPError(
-            f"{args.world_size} ranks are not a multiple of --tsp-size {args.tsp_size}{pipeline}: "
+            f"{args.world_size} ranks are not a multiple of {sizes}: "
             f"the nearest are {_nearest(args.world_size, lambda n: n % ranks == 0)}"
         )
 

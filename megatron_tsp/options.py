@@ -7,6 +7,14 @@ from megatron_tsp.streaming import check_schedule
 
 BLOCKS = ("all", "mlp", "attention")
 EXCHANGES = ("allgather", "alltoall")
+#: The exchange that each value of Megatron's --cp-comm-type names; Megatron writes one of them both
+#: ways.
+CP_COMM_TYPES = {
+    "p2p": "ring",
+    "all_gather": "allgather",
+    "allgather": "allgather",
+    "a2a": "alltoall",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

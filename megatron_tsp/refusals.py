@@ -39,8 +39,6 @@ _DEBUG = "it reads layers from their modules' inputs and outputs, and TSP's bloc
 _MUP = "TSP's embedding and loss do not scale for muP"
 
 REFUSED = (
-    Refusal("context_parallel_size", "--context-parallel-size", "the TSP group spreads the "
-            "sequence already; drop the flag, or raise --tsp-size", (1,)),
     Refusal("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes",
             "TSP spreads the sequence in one way only; drop the flag"),
     Refusal("attention_dropout", "--attention-dropout", "the attention kernels have no dropout; "

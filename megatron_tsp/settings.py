@@ -40,6 +40,7 @@ CARRIED = {
         num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm use_tp_pp_dp_mapping
+        context_parallel_size cp_comm_type
     """,
     "data parallel": """
         use_distributed_optimizer num_distributed_optimizer_instances overlap_grad_reduce
@@ -173,8 +174,8 @@ PART_OF = {
     "defer_embedding_wgrad_compute": """
         wgrad_deferral_limit
     """,
-    "context_parallel_size": """
-        cp_comm_type max_seqlen_per_dp_cp_rank
+    "hybrid_context_parallel": """
+        max_seqlen_per_dp_cp_rank
     """,
     "optimizer": """
         muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec

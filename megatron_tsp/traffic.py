@@ -96,6 +96,7 @@ _KNOWN_GROUPS = {
         "_CONTEXT_PARALLEL_GROUP": "cp",
         "_DATA_PARALLEL_GROUP": "dp",
         "_DATA_PARALLEL_GROUP_WITH_CP": "dp-cp",
+        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp-cp",
         "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
         "_MODEL_PARALLEL_GROUP": "tp-pp",
         "_EMBEDDING_GROUP": "embedding",

@@ -137,6 +137,42 @@ def test_built_in_arms_differ_in_parallelism_only(tmp_path):
     assert tsp.env["OMP_NUM_THREADS"] == "1"
 
 
+def test_arms_named_by_their_sizes(tmp_path):
+    read_back = read(
+        tmp_path,
+        NPROC_PER_NODE=8,
+        MODEL_ARGS={"--seed": 1, "--cp-comm-type": "all_gather", "--context-parallel-size": 4},
+        ARMS={"tp4_cp2": {"--seed": 2}, "tp2_cp2": {"NPROC_PER_NODE": 4}},
+    )
+    assert read_back.degree == 2
+    made = {
+        name: arms.make(name, read_back)
+        for name in ("tp4_cp2", "tp2_cp2", "cp8", "tp8", "tsp4_cp2", "tsp8", "tsp")
+    }
+    words = {name: " ".join(arm.words()) for name, arm in made.items()}
+    seed, kind, unit = "--seed 1 ", "--cp-comm-type all_gather ", "--make-vocab-size-divisible-by "
+    both = kind + seed
+    tensor = "--tensor-model-parallel-size {} --sequence-parallel --tsp-baseline-core"
+    assert words == {
+        "tp4_cp2": f"{kind}--seed 2 {unit}64 --context-parallel-size 2 " + tensor.format(4),
+        "tp2_cp2": f"{both}--context-parallel-size 2 " + tensor.format(2),
+        "cp8": f"{both}{unit}256 --context-parallel-size 8 --tsp-baseline-core",
+        "tp8": f"{both}{unit}32 " + tensor.format(8),
+        "tsp4_cp2": f"{seed}{unit}64 --context-parallel-size 2 --tsp-size 4",
+        "tsp8": f"{seed}{unit}32 --tsp-size 8",
+        "tsp": f"--context-parallel-size 4 {seed}--tsp-size 2",
+    }
+    assert all(arm.ranks == (4 if name == "tp2_cp2" else 8) for name, arm in made.items())
+    for wrong, message in (
+        ("tp3_cp2", "arm tp3_cp2 needs a multiple of 6 ranks, not 8"),
+        ("tp4_", "no arm 'tp4_'"),
+        ("tp4cp2", "did you mean 'tp4_cp2'"),
+        ("cp", "sizes are named as in tp4_cp2"),
+    ):
+        with pytest.raises(TSPError, match=message):
+            arms.make(wrong, read_back)
+
+
 def test_how_the_weights_are_made_the_same(tmp_path):
     def how(**top):
         read_back = read(tmp_path, **top)

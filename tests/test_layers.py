@@ -15,7 +15,7 @@ from megatron_tsp import zigzag
 from megatron_tsp.gradients import Gradients
 from megatron_tsp.layers import core_attention, embedding, kv_gather, linear, loss, mlp, norm
 from megatron_tsp.layers.block import Block
-from megatron_tsp.streaming import stream
+from megatron_tsp.streaming import Ring, stream
 
 SEQ, BATCH, HIDDEN = 48, 2, 24  # 48 = 2 x 24: cut by D = 1, 2, 3, 4
 DEGREES = (1, 2, 3, 4)
@@ -355,6 +355,9 @@ CASES = {
     "gqa-fewer-than-ranks-alltoall": Attention(2, exchange="alltoall"),
     "mqa-alltoall": Attention(1, exchange="alltoall"),
     "mha-alltoall-large-logits": Attention(12, scale=100.0, exchange="alltoall"),
+    "mha-ring": Attention(12, exchange="ring"),
+    "gqa-ring": Attention(4, exchange="ring"),
+    "mqa-ring-large-logits": Attention(1, scale=100.0, exchange="ring"),
     "embedding": Embedding(96, streams=False),
     "embedding-table": Embedding(12, streams=True),
     "loss": Loss(chunk=1000),
@@ -412,6 +415,16 @@ def _break(what):
         kv_gather._Layout.before = lambda self, chunk: [
             span._replace(at=span.at - 1) for span in before(self, chunk)
         ]
+    elif what == "ring backward":  # every step with the keys that came first
+        walk = Ring.backward
+
+        def first_only(self, shards, grads, then=lambda: None):
+            first = None
+            for owner, held in walk(self, shards, grads, then):
+                first = first or [t.clone() for t in held]
+                yield owner, first
+
+        Ring.backward = first_only
     elif what == "doubled loss gradient":
         backward = loss._GatherTokens.backward
         loss._GatherTokens.backward = staticmethod(
@@ -442,6 +455,8 @@ def _broken(what, degree, name):
         ("dropped dW", "embedding-table"),
         ("kv order", "mha"),
         ("zigzag", "mha-alltoall"),
+        ("zigzag", "mha-ring"),
+        ("ring backward", "gqa-ring"),
         ("doubled loss gradient", "loss"),
         ("dropped dW", "swiglu"),
     ],

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from ranks import run
 
-from megatron_tsp import parallel_state
+from megatron_tsp import parallel_state, traffic, zigzag
 from megatron_tsp.errors import TSPError
 
 
@@ -41,6 +41,34 @@ def test_groups_are_consecutive_ranks(world, tsp, pipeline):
         assert ranks == list(range(first, first + tsp))
         assert (tsp_rank, size) == (rank - first, tsp)
         assert sums == [sum(ranks)] * 2
+
+
+def _grid_of_tokens(tsp, context):
+    mpu.initialize_model_parallel(tsp, context_parallel_size=context)
+    parallel_state.initialize_model_parallel(tsp)
+    group = parallel_state.get_tsp_group()
+    tokens = parallel_state.token_group(group)
+    ranks = [dist.get_process_group_ranks(g) for g in (group, tokens)]
+    kv = parallel_state.kv_group(tokens)
+    assert kv is not tokens and dist.get_process_group_ranks(kv) == ranks[1]
+    assert dist.get_process_group_ranks(parallel_state.weight_group(group)) == ranks[0]
+    other = mpu.get_context_parallel_group()
+    assert parallel_state.token_group(other) is other and parallel_state.kv_group(other) is other
+    names = [traffic.group_name(g) for g in (kv, tokens, other)]
+    # Megatron's cut of the sequence, then TSP's, is the zigzag over all of them
+    positions = torch.arange(8 * tsp * context)
+    cut = zigzag.take(positions, 0, context, mpu.get_context_parallel_rank())
+    assert zigzag.take(cut, 0, tsp, group.rank()).equal(
+        zigzag.positions(len(positions), tokens.size(), tokens.rank())
+    )
+    return (*ranks, names)
+
+
+def test_tokens_are_spread_over_context_parallel_ranks_as_well():
+    for rank, (shards, tokens, names) in enumerate(run(_grid_of_tokens, 8, 2, 2)):
+        assert shards == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert tokens == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        assert names == ["tsp-kv", "tp-cp", "cp"]
 
 
 def _misuse():

@@ -217,7 +217,6 @@ def test_hidden_dropout_resumes(tmp_path):
     ("flags", "message"),
     [
         ("--tsp-size 2 --tensor-model-parallel-size 4", "contradicts --tsp-size 2"),
-        ("--tsp-size 2 --context-parallel-size 2", "--context-parallel-size 2 does not work"),
         ("--tsp-size 2 --attention-dropout 0.1", "--attention-dropout 0.1 does not work"),
         ("--tsp-size 2 --window-size 8,0", "--window-size"),
         ("--tsp-size 2 --reset-position-ids", "--reset-position-ids does not work"),

@@ -1,6 +1,7 @@
 """An arm of an A/B run, and its command line."""
 
 import argparse
+import re
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -14,9 +15,14 @@ DEFAULT = ("tp_sp", "tsp")
 
 #: An arm decides these itself, whatever MODEL_ARGS says of them.
 _PARALLELISM = ("--tensor-model-parallel-size", "--sequence-parallel", "--tsp-size")
+_CONTEXT = "--context-parallel-size"
 #: Every arm would write to the same place.
 _DROPPED = ("--save", "--save-interval", "--tsp-record")
 _PADDING = "--make-vocab-size-divisible-by"
+#: Arms whose names say their sizes.
+_SIZES = re.compile(
+    r"(?=.)(?:(?P<kind>tp|tsp)(?P<weights>[1-9]\d*)(?:_(?!$)|$))?(?:cp(?P<context>[1-9]\d*))?"
+)
 
 
 @dataclass
@@ -62,39 +68,72 @@ def make(name: str, config: Config) -> Arm:
     """The arm called `name`: MODEL_ARGS, then what makes it this arm, then what ARMS adds.
 
     tp_sp: tensor parallel D with sequence parallel, Megatron's own model. tsp: ``--tsp-size D``.
-    tp1: one rank, nothing parallel. All have the same attention core and norm, and the same padded
-    vocabulary.
+    tp1: one rank, nothing parallel. tp4_cp2, cp8, tsp4_cp2, tp2: these sizes of tensor parallelism
+    (with sequence parallel) or TSP, and of context parallelism, on all ranks of the configuration.
+    All have the same attention core and norm, and the same padded vocabulary.
 
     Raises:
-        TSPError: no arm has this name.
+        TSPError: no arm has this name, or its sizes do not divide the ranks.
     """
-    if name not in BUILT_IN and name not in config.arms:
+    sizes = {"tp_sp": ("tp", config.degree, 0), "tsp": ("tsp", config.degree, 0)}.get(name)
+    sizes = sizes or _sizes(name)
+    if sizes is None and name not in config.arms:
         valid = [*BUILT_IN, *(arm for arm in config.arms if arm not in BUILT_IN)]
-        raise TSPError(f"no arm {name!r}{nearest(name, valid)}")
+        raise TSPError(
+            f"no arm {name!r}{nearest(name, valid)}; sizes are named as in tp4_cp2, cp8, tsp4_cp2"
+        )
     flags = {
         flag: value
         for flag, value in config.model_args.items()
         if flag not in _PARALLELISM and flag not in _DROPPED
     }
-    ranks, degree = config.ranks, str(config.degree)
-    if name == "tsp":
-        flags["--tsp-size"] = degree
-    elif name == "tp1":
-        ranks = 1
-        # Megatron pads the vocabulary to a multiple of this times the tensor parallel size.
-        flags[_PADDING] = str(
-            count(flags.get(_PADDING, "128"), f"MODEL_ARGS: {_PADDING}") * config.degree
-        )
-        for flag in [flag for flag in flags if "pipeline" in flag or flag.startswith("--context-")]:
-            del flags[flag]
-        flags["--tsp-baseline-core"] = True
-    elif name == "tp_sp":
-        flags["--tensor-model-parallel-size"] = degree
-        flags["--sequence-parallel"] = True
-        flags["--tsp-baseline-core"] = True
     own = dict(config.arms.get(name, {}))
-    ranks = int(own.pop("NPROC_PER_NODE", ranks))
-    return Arm(name, ranks, flags | own, {"OMP_NUM_THREADS": "1", **config.env})
+    ranks = int(own.pop("NPROC_PER_NODE", 1 if name == "tp1" else config.ranks))
+    if name == "tp1":
+        flags = {flag: value for flag, value in flags.items() if "pipeline" not in flag}
+    if sizes is not None:
+        flags = _parallel(name, *sizes, ranks, flags, config.degree)
+    flags |= own
+    if flags.get("--tsp-size"):
+        flags.pop("--cp-comm-type", None)  # how TP arms exchange K and V
+    return Arm(name, ranks, flags, {"OMP_NUM_THREADS": "1", **config.env})
+
+
+def _parallel(
+    name: str, kind: str, weights: int, context: int, ranks: int, flags: Flags, degree: int
+) -> Flags:
+    """`flags` with parallelism of these sizes; context 0 leaves what they say of it."""
+    if ranks % (weights * max(1, context)):
+        raise TSPError(
+            f"arm {name} needs a multiple of {weights * max(1, context)} ranks, not {ranks}"
+        )
+    flags = {**flags, **_padding(weights, flags, degree)}
+    if context:
+        flags.pop(_CONTEXT, None)
+    if context > 1:
+        flags[_CONTEXT] = str(context)
+    if kind == "tsp":
+        return {**flags, "--tsp-size": str(weights)}
+    if weights > 1:
+        flags |= {"--tensor-model-parallel-size": str(weights), "--sequence-parallel": True}
+    return {**flags, "--tsp-baseline-core": True}
+
+
+def _sizes(name: str) -> tuple[str, int, int] | None:
+    """("tp" or "tsp", its size, the context-parallel size) that a name says; None if none."""
+    found = _SIZES.fullmatch(name)
+    if found is None:
+        return None
+    return found["kind"] or "tp", int(found["weights"] or 1), int(found["context"] or 1)
+
+
+def _padding(size: int, flags: Flags, degree: int) -> Flags:
+    """The vocabulary padded as at tensor parallel `degree`: Megatron pads it to a multiple of the
+    flag times the size."""
+    if size == degree:
+        return {}
+    unit = count(flags.get(_PADDING, "128"), f"MODEL_ARGS: {_PADDING}") * degree
+    return {_PADDING: str(unit // size)} if unit % size == 0 else {}
 
 
 def check_flags(arm: Arm) -> argparse.Namespace:

@@ -7,14 +7,16 @@ On top of that, all optional:
 
     NPROC_PER_NODE: 4           ranks of each arm (default 4)
     TSP_SIZE: 4                 D of the arms (default: --tensor-model-parallel-size of MODEL_ARGS
-                                where above 1, else the ranks that pipeline stages leave)
+                                where above 1, else the ranks that pipeline stages and context
+                                parallelism leave)
     DATA: {OUT: dir, INPUT: path, JSON_KEY: text}
                                 text to make a data set of, if OUT does not hold it yet; its flags
                                 join MODEL_ARGS. Without INPUT: Python's standard library
     INITIAL_WEIGHTS: seed       seed: every arm draws the same from --seed (CPU initialization);
                                 checkpoint: the first arm's are saved, and every arm loads them
     ARMS:                       more arms, or other flags for a built-in one (tp_sp, tsp, tp1):
-      name: {--flag: value}     flags on top of MODEL_ARGS; `NPROC_PER_NODE` among them
+      name: {--flag: value}     flags on top of MODEL_ARGS; `NPROC_PER_NODE` among them. Names
+                                such as tp4_cp2, cp8, tsp4_cp2 are built in
 """
 
 import difflib
@@ -213,11 +215,13 @@ def _degree(top: dict, config: Config) -> int:
         where = "MODEL_ARGS: --tensor-model-parallel-size"
         degree = count(config.model_args.get("--tensor-model-parallel-size", "1"), where)
         if degree == 1:
-            where = "MODEL_ARGS: --pipeline-model-parallel-size"
-            stages = count(config.model_args.get("--pipeline-model-parallel-size", "1"), where)
-            if config.ranks % stages:
-                raise TSPError(f"{where} {stages} does not divide NPROC_PER_NODE {config.ranks}")
-            degree = config.ranks // stages
+            degree = config.ranks
+            for flag in ("--pipeline-model-parallel-size", "--context-parallel-size"):
+                where = f"MODEL_ARGS: {flag}"
+                size = count(config.model_args.get(flag, "1"), where)
+                if degree % size:
+                    raise TSPError(f"{where} {size} does not divide NPROC_PER_NODE {config.ranks}")
+                degree //= size
     if config.ranks % degree:
         raise TSPError(f"{where} {degree} does not divide NPROC_PER_NODE {config.ranks}")
     return degree

@@ -2,8 +2,9 @@
 
 Megatron derives the heads of a partition from `pg_collection.tp` and gives its linears the same
 group. Here the two part: the attention sees one rank holding all heads (tp of one rank), and the
-linears the TSP group that holds their shards. Its `cp` group is the TSP group, over which the
-tokens are spread, so that K/V exchange and RoPE follow the zigzag.
+linears the TSP group that holds their shards. Its `cp` group is the one over which the tokens are
+spread (the TSP group, and context-parallel ranks beside it), so that the K/V exchange follows the
+zigzag.
 """
 
 import copy
@@ -15,6 +16,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_tsp import parallel_state
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.rope import rotate
 
@@ -35,7 +37,8 @@ class TSPSelfAttention(SelfAttention):
     ):
         shards = pg_collection.tp
         local = copy.copy(pg_collection)
-        local.tp, local.cp = None, shards  # None is Megatron's group of one rank
+        local.tp = None  # Megatron's group of one rank
+        local.cp = parallel_state.token_group(shards)
         submodules = replace(
             submodules,
             linear_qkv=_over(shards, submodules.linear_qkv),

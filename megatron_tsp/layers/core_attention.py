@@ -10,20 +10,25 @@ from megatron_tsp import parallel_state
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.head_exchange import ExchangedHeads
 from megatron_tsp.layers.kv_gather import GatheredKV
+from megatron_tsp.layers.kv_ring import RingKV
 from megatron_tsp.layers.mask import Mask
+from megatron_tsp.options import CP_COMM_TYPES
 
-EXCHANGES = {"allgather": GatheredKV, "alltoall": ExchangedHeads}
+EXCHANGES = {"allgather": GatheredKV, "alltoall": ExchangedHeads, "ring": RingKV}
 
 
 class TSPCoreAttention(MegatronModule):
     """Causal self-attention of local tokens, for Megatron's `core_attention`.
 
-    The sequence is spread over `pg_collection.cp` in zigzag order: the TSP group inside a TSP
-    attention, one rank in a tensor-parallel one. Nothing of size s x s is ever made.
+    The sequence is spread over `pg_collection.cp` in zigzag order: inside a TSP attention the ranks
+    that share a sequence, in a tensor-parallel one Megatron's context-parallel group. Nothing of
+    size s x s is ever made.
 
     Args as Megatron's core attention, and:
         softmax_scale: of the logits; by default 1/sqrt(head dimension).
-        exchange: a key of `EXCHANGES`: how queries meet keys of other ranks.
+        cp_comm_type: Megatron's name of the exchange, a key of `CP_COMM_TYPES`.
+        exchange: a key of `EXCHANGES`, how queries meet keys of other ranks; by default what
+            `cp_comm_type` says, and without it "allgather".
 
     Raises:
         TSPError: for what it does not carry: another mask type, attention dropout, ...
@@ -39,9 +44,11 @@ class TSPCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        exchange: str = "allgather",
+        exchange: str | None = None,
     ):
         super().__init__(config=config)
+        if exchange is None:
+            exchange = CP_COMM_TYPES[cp_comm_type or "allgather"]
         self.attend = EXCHANGES[exchange]
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:

@@ -7,6 +7,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabPara
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_tsp import parallel_state
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.block import Block
@@ -53,7 +54,7 @@ class TSPGPTModel(GPTModel):
             self.output_layer.set_block(options.vocab_schedule, "loss", options.wide_grads)
         if hasattr(self, "rotary_pos_emb"):
             # Megatron slices RoPE over this group, in zigzag order.
-            self.rotary_pos_emb.cp_group = self.pg_collection.tp
+            self.rotary_pos_emb.cp_group = parallel_state.token_group(self.pg_collection.tp)
 
     def _link_blocks(self) -> None:
         """Tell each block whose weights follow its own."""
