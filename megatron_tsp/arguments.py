@@ -137,6 +137,8 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     args.tensor_model_parallel_size = degree
     args.sequence_parallel = degree > 1
     args.create_attention_mask_in_dataloader = False
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = 1  # Megatron's default is the tensor-parallel size
     if not importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
         # Megatron's default asks for Apex's kernel; TSP sums as exactly without it.
         args.gradient_accumulation_fusion = False
@@ -213,7 +215,7 @@ def describe(args: Namespace) -> str:
 def _check_checkpoint(args: Namespace) -> None:
     """Refuse optimizer state whose layout only the model that saved it can read."""
     skips = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
-    if not getattr(args, "load", None) or skips or not args.use_distributed_optimizer:
+    if not getattr(args, "load", None) or skips:
         return
     tracker = Path(args.load, "latest_checkpointed_iteration.txt")
     if not tracker.is_file() or not (iteration := tracker.read_text().strip()).isdigit():
@@ -223,11 +225,27 @@ def _check_checkpoint(args: Namespace) -> None:
     folder = Path(args.load, f"iter_{int(getattr(args, 'ckpt_step', None) or iteration):07d}")
     common = load_common_state_dict(str(folder))
     layout = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "")
-    if layout and not layout.startswith("fully"):
+    if args.use_distributed_optimizer and layout and not layout.startswith("fully"):
         raise TSPError(
             f"--load {args.load}: its optimizer state is saved as {layout}, which TSP cannot read. "
             "Save it once with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
         )
+    saved = common.get("args")
+    if saved is not None and _experts_apart(saved) != _experts_apart(args):
+        raise TSPError(
+            f"--load {args.load}: only one of the checkpoint and this run has an optimizer of its "
+            "own for the experts, and Megatron does not convert between the two. Pass "
+            "--no-load-optim, or save with --expert-model-parallel-size above 1, or with "
+            "--expert-tensor-parallel-size other than --tensor-model-parallel-size"
+        )
+
+
+def _experts_apart(args: Namespace) -> bool:
+    """Whether Megatron reduces and updates expert weights apart from the others."""
+    if not args.num_experts:
+        return False
+    apart = args.expert_tensor_parallel_size != args.tensor_model_parallel_size
+    return args.expert_model_parallel_size > 1 or apart
 
 
 def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:
@@ -288,6 +306,7 @@ def _check_sizes(args: Namespace) -> None:
     sizes = {
         "--num-attention-heads": heads,
         "--ffn-hidden-size": args.ffn_hidden_size,
+        "--moe-shared-expert-intermediate-size": args.moe_shared_expert_intermediate_size,
         "--padded-vocab-size": args.padded_vocab_size,
     }
     if not args.pad_vocab_size:
@@ -300,6 +319,7 @@ def _check_sizes(args: Namespace) -> None:
             )
     if heads:
         _check_heads(args, heads)
+    _check_experts(args)
     if args.seq_length:
         beside = ""
         if args.context_parallel_size > 1:
@@ -356,6 +376,23 @@ def _check_world(args: Namespace) -> None:
         raise TSPError(
             f"{args.world_size} ranks are not a multiple of {sizes}: "
             f"the nearest are {_nearest(args.world_size, lambda n: n % ranks == 0)}"
+        )
+
+
+def _check_experts(args: Namespace) -> None:
+    """Experts that do not spread evenly, over ranks that do not divide evenly."""
+    experts, spread = args.num_experts, args.expert_model_parallel_size
+    if experts and experts % spread:
+        raise TSPError(
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {spread}: "
+            f"the nearest are {_nearest(experts, lambda n: n % spread == 0)}"
+        )
+    ranks = args.world_size // args.pipeline_model_parallel_size
+    width = args.expert_tensor_parallel_size or 1
+    if experts and ranks % (spread * width):
+        raise TSPError(
+            f"--expert-model-parallel-size {spread} x --expert-tensor-parallel-size {width} does "
+            f"not divide the {ranks} ranks of a pipeline stage"
         )
 
 

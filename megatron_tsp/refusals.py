@@ -25,7 +25,7 @@ class Refusal(NamedTuple):
     carried: tuple = ()
 
 
-_MOE = "TSP streams dense MLPs only; run MoE models with tensor parallelism"
+_MOE = "not carried yet; train with tensor parallelism"
 _MLA = "TSP's attention is plain multi-head or grouped-query attention"
 _FP8 = "TSP streams fp32, fp16 and bf16 shards only; train in bf16 (--bf16)"
 _FSDP = "TSP shards the weights itself; use Megatron's DDP or its distributed optimizer"
@@ -63,8 +63,31 @@ REFUSED = (
     Refusal("multi_latent_attention", "--multi-latent-attention", _MLA),
     Refusal("experimental_attention_variant", "--experimental-attention-variant", _MLA),
     Refusal("linear_attention_freq", "--linear-attention-freq", _MLA),
-    Refusal("num_experts", "--num-experts", _MOE),
-    Refusal("expert_model_parallel_size", "--expert-model-parallel-size", _MOE, (1,)),
+    Refusal("moe_token_dispatcher_type", "--moe-token-dispatcher-type", "its libraries are not "
+            "carried yet; use allgather or alltoall", ("allgather", "alltoall")),
+    Refusal("moe_router_load_balancing_type", "--moe-router-load-balancing-type", "it balances "
+            "the tokens of one rank; use aux_loss, seq_aux_loss, global_aux_loss, "
+            "quantile_balancing or none",
+            ("aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing", "none")),
+    Refusal("moe_expert_capacity_factor", "--moe-expert-capacity-factor", "experts have a capacity "
+            "for each rank's tokens: what is dropped would depend on the layout; drop the flag"),
+    Refusal("moe_input_jitter_eps", "--moe-input-jitter-eps", "every rank would draw the same "
+            "noise for other tokens; drop the flag"),
+    Refusal("moe_shared_expert_overlap", "--moe-shared-expert-overlap", "shared experts stream "
+            "their weights and have no activation traffic to hide; drop the flag"),
+    Refusal("use_grouped_gemm_for_shared_expert", "--use-grouped-gemm-for-shared-expert",
+            "shared experts stream their weights as a dense MLP does; drop the flag"),
+    Refusal("moe_shared_expert_glu_interleave_size", "--moe-shared-expert-glu-interleave-size",
+            "shared experts stream their weights as a dense MLP does; drop the flag"),
+    Refusal("moe_latent_size", "--moe-latent-size", _MOE),
+    Refusal("moe_enable_routing_replay", "--moe-enable-routing-replay", _MOE),
+    Refusal("moe_use_upcycling", "--moe-use-upcycling", "upcycle with tensor parallelism first, "
+            "then load the checkpoint"),
+    Refusal("moe_routing_trace_path", "--moe-routing-trace-path", "it numbers the tokens of a "
+            "rank as a contiguous shard, and TSP's are in zigzag order; drop the flag"),
+    Refusal("expert_gtp_weight_remat_size", "--expert-tensor-parallel-num-weight-shards",
+            "experts stay whole on their rank; drop the flag", (1,)),
+    Refusal("moe_paged_stash", "--moe-paged-stash", _OFFLOAD),
     Refusal("mtp_num_layers", "--mtp-num-layers", "multi-token prediction is not carried yet; drop "
             "the flag"),
     Refusal("hybrid_layer_pattern", "--hybrid-layer-pattern", "only GPT models are carried"),
@@ -90,7 +113,11 @@ REFUSED = (
     Refusal("tp_comm_overlap", "--tp-comm-overlap", _OVERLAP),
     Refusal("delay_wgrad_compute", "--delay-wgrad-compute", "dW travels with the shards and "
             "cannot be delayed; drop the flag"),
-    Refusal("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _MOE),
+    Refusal("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm",
+            "its schedule calls a layer's modules one by one, and the streams count on their "
+            "order; drop the flag"),
+    Refusal("overlap_dispatch_backward_with_experts_wgrad",
+            "--overlap-dispatch-backward-with-experts-wgrad", _MOE),
     Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _CE),
     Refusal("cross_entropy_loss_fusion", "--cross-entropy-loss-fusion", _CE),
     Refusal("fp16_lm_cross_entropy", "--fp16-lm-cross-entropy", _CE),
@@ -134,8 +161,9 @@ REFUSED = (
             "sequence already; drop the flag"),
     Refusal("gtp_weight_remat_size", "--tensor-parallel-num-weight-shards", "TSP shards the "
             "weights itself; drop the flag", (1,)),
-    Refusal("recompute_modules", "--recompute-modules", "TSP's layers have core_attn, layernorm "
-            "and mlp to recompute", ("core_attn", "layernorm", "mlp")),
+    Refusal("recompute_modules", "--recompute-modules", "TSP's layers have core_attn, "
+            "layernorm, mlp, moe and shared_experts to recompute",
+            ("core_attn", "layernorm", "mlp", "moe", "shared_experts")),
     Refusal("symmetric_ar_type", "--symmetric-ar-type", _OVERLAP),
     Refusal("save_activations_interval", "--save-activations-interval", _DEBUG),
     Refusal("save_dgrads_interval", "--save-dgrads-interval", _DEBUG),
@@ -165,7 +193,6 @@ REFUSED = (
             "change from micro-batch to micro-batch in TSP"),
     Refusal("variable_seq_lengths", "variable_seq_lengths", "TSP cuts every sequence alike"),
     Refusal("cpu_offloading", "cpu_offloading", _OFFLOAD),
-    Refusal("num_moe_experts", "num_moe_experts", _MOE),
     Refusal("fused_single_qkv_rope", "fused_single_qkv_rope", "TSP rotates queries and keys "
             "itself"),
     Refusal("use_inference_optimized_layers", "use_inference_optimized_layers", "TSP is for "

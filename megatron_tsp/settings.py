@@ -59,6 +59,19 @@ CARRIED = {
     """,
     "recompute": """
         recompute_granularity recompute_method recompute_num_layers recompute_activations
+        moe_layer_recompute
+    """,
+    "experts": """
+        num_experts num_moe_experts expert_model_parallel_size expert_tensor_parallel_size
+        moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
+        moe_shared_expert_gate moe_grouped_gemm moe_apply_probs_on_input
+    """,
+    "routers": """
+        moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+        moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_router_score_function
+        moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
+        moe_router_quantile_balancing_ema moe_router_force_load_balancing
+        moe_router_force_biased moe_aux_loss_coeff moe_z_loss_coeff
     """,
     "optimizer": """
         clip_grad decoupled_lr decoupled_min_lr sgd_momentum weight_decay
@@ -151,6 +164,7 @@ PART_OF = {
     "fp8": """
         fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
         fp8_amax_compute_algo fp8_wgrad fp8_output_proj first_last_layers_bf16
+        moe_router_padding_for_quantization moe_router_padding_for_fp8
         num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4_recipe fp4_quantizer_factory
         reuse_grad_buf_for_mxfp8_param_ag tp_only_amax_red
     """,
@@ -193,35 +207,35 @@ PART_OF = {
     "ckpt_convert_format": """
         ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format
     """,
-    "num_experts": """
-        expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards
-        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
-        moe_shared_expert_glu_interleave_size moe_ffn_hidden_size moe_router_topk
-        moe_enable_routing_replay moe_router_padding_for_quantization moe_router_padding_for_fp8
-        moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
-        moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype
-        moe_router_enable_expert_bias moe_router_bias_update_rate
-        moe_router_quantile_balancing_ema moe_router_force_load_balancing
-        moe_router_force_biased moe_grouped_gemm moe_single_grouped_weight
-        moe_single_grouped_bias moe_z_loss_coeff moe_input_jitter_eps moe_token_dispatcher_type
+    "overlap_moe_expert_parallel_comm": """
+        ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream
+    """,
+    "moe_token_dispatcher_type": """
         moe_enable_deepep moe_flex_dispatcher_backend moe_permute_fusion_into_hybridep
-        moe_hybridep_pad_uneven_dispatch_inputs moe_per_layer_logging moe_expert_capacity_factor
-        moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute
-        moe_permute_fusion moe_router_fusion moe_apply_probs_on_input moe_latent_size
-        moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms
-        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+        moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms moe_deepep_num_sms
+        moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
         moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape moe_ncclep_zero_copy
-        moe_mlp_glu_interleave_size moe_expert_rank_capacity_factor moe_paged_stash
+        moe_expert_rank_capacity_factor
+    """,
+    "moe_expert_capacity_factor": """
+        moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping
+    """,
+    "moe_paged_stash": """
         moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
-        moe_paged_stash_buffer_size_factor_cpu moe_layer_freq moe_use_upcycling
-        moe_router_load_balancing_type moe_aux_loss_coeff moe_upcycling_granularity
-        moe_routing_trace_path moe_routing_trace_max_training_iters
-        moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states
-        moe_routing_trace_dump_weights expert_gtp_weight_remat_size moe_grad_scale_func
-        moe_router_topk_limited_devices moe_token_dropping use_fused_weighted_squared_relu
-        overlap_dispatch_backward_with_experts_wgrad ep_overlap_early_attn_memory_release
-        high_priority_a2a_comm_stream use_grouped_gemm_for_shared_expert
-        save_tokens_per_expert_interval
+        moe_paged_stash_buffer_size_factor_cpu
+    """,
+    "moe_routing_trace_path": """
+        moe_routing_trace_max_training_iters moe_routing_trace_capture_logits
+        moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights
+    """,
+    "moe_use_upcycling": """
+        moe_upcycling_granularity
+    """,
+    "expert_gtp_weight_remat_size": """
+        expert_tensor_parallel_num_weight_shards
+    """,
+    "use_transformer_engine_op_fuser": """
+        moe_single_grouped_weight moe_single_grouped_bias moe_mlp_glu_interleave_size
     """,
 }
 
@@ -244,13 +258,15 @@ WITHOUT_EFFECT = {
     """,
     "set by Megatron for its schedules": """
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func
-        param_sync_func autocast_dtype barrier_with_L1_time _cpu_offloading_context
+        param_sync_func moe_grad_scale_func autocast_dtype barrier_with_L1_time
+        _cpu_offloading_context
     """,
     "kernels of modules that TSP replaces, or a fusion with the same result": """
         masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_activation_fusion
         bias_dropout_fusion apply_rope_fusion no_persist_layer_norm persist_layer_norm
         memory_efficient_layer_norm clone_scatter_output_in_embedding use_flash_attn
         attention_softmax_in_fp32 disable_parameter_transpose_cache kitchen_attention_backend
+        moe_permute_fusion moe_router_fusion use_fused_weighted_squared_relu
     """,
     "Megatron's alone: the optimizer and its schedule": """
         adam_beta1 adam_beta2 adam_eps lr lr_decay_style lr_wsd_decay_style lr_decay_iters
@@ -302,6 +318,7 @@ WITHOUT_EFFECT = {
         ckpt_fully_parallel_save_deprecated hetereogenous_dist_checkpoint
     """,
     "logging, profiling, fault tolerance": """
+        moe_per_layer_logging save_tokens_per_expert_interval
         log_interval log_throughput log_progress timing_log_level timing_log_option
         tensorboard_dir tensorboard_log_interval tensorboard_queue_size
         log_timers_to_tensorboard log_loss_scale_to_tensorboard

@@ -234,8 +234,8 @@ def _all_to_all(pg, args, kwargs):
 
 def _all_to_all_single(pg, args, kwargs):
     whole = _argument(args, kwargs, 1, *_INPUT)
-    splits = _argument(args, kwargs, 3, "input_split_sizes")
-    if not splits:
+    splits = _argument(args, kwargs, 3, "input_split_sizes")  # a list, or Megatron's array
+    if splits is None or len(splits) == 0:
         return _share(_nbytes(whole), pg.size())
     row = _nbytes(whole[0]) if len(whole) else 0
     return row * (sum(splits) - splits[pg.rank()])

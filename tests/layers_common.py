@@ -9,9 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_tsp import parallel_state
 
 
-def start(degree: int, pipeline: int = 1, context: int = 1):
+def start(degree: int, pipeline: int = 1, context: int = 1, **more):
     """Megatron's groups and TSP's; seeds."""
-    mpu.initialize_model_parallel(degree, pipeline, context_parallel_size=context)
+    mpu.initialize_model_parallel(degree, pipeline, context_parallel_size=context, **more)
     parallel_state.initialize_model_parallel(degree)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return parallel_state.get_tsp_group()

@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused(argv, changes, message):
 #: Where the flag's type or choices do not say which value is not carried.
 VALUES = {
     "attention_dropout": ["0.1"],
-    "recompute_modules": ["mlp", "moe"],
+    "recompute_modules": ["mlp", "moe_act"],
     "cuda_graph_impl": ["local"],
     "window_size": ["8,0"],
     "attention_backend": ["fused"],

@@ -229,7 +229,13 @@ def test_hidden_dropout_resumes(tmp_path):
         ("--tsp-size 2 --tsp-loss-chunk 0", "--tsp-loss-chunk 0"),
         ("--tsp-size 2 --tsp-baseline-core", "--tsp-baseline-core is for the runs"),
         ("--tsp-size 4 --group-query-attention --num-query-groups 8 --num-attention-heads 8 "
-         "--kv-channels 8 --num-experts 4", "--num-experts 4 does not work"),
+         "--kv-channels 8 --num-experts 4 --moe-expert-capacity-factor 1.0",
+         "--moe-expert-capacity-factor 1.0 does not work"),
+        ("--tsp-size 2 --num-experts 4 --moe-router-load-balancing-type sinkhorn",
+         "--moe-router-load-balancing-type sinkhorn does not work"),
+        ("--tsp-size 2 --num-experts 5 --expert-model-parallel-size 2", "the nearest are 4 or 6"),
+        ("--tsp-size 1 --num-experts 4 --expert-model-parallel-size 2",
+         "does not divide the 1 ranks"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_name(tmp_path, flags, message):

@@ -2,13 +2,16 @@
 
 from functools import partial
 
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import (
@@ -19,14 +22,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
+    get_transformer_layer_offset,
 )
 from megatron.core.utils import get_pg_rank
 
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.core_attention import TSPCoreAttention
-from megatron_tsp.layers.linear import TSPLayerNormColumnParallelLinear, TSPRowParallelLinear
+from megatron_tsp.layers.linear import (
+    TSPColumnParallelLinear,
+    TSPLayerNormColumnParallelLinear,
+    TSPRowParallelLinear,
+)
 from megatron_tsp.layers.mlp import TSPMLP
 from megatron_tsp.layers.norm import TSPNorm
+from megatron_tsp.layers.shared_experts import TSPSharedExpertMLP
 from megatron_tsp.options import TSPOptions
 
 
@@ -62,6 +71,22 @@ class BaselineSpecProvider(LocalSpecProvider):
             self.row_parallel_linear(),
         )
 
+    def moe(self, config: TransformerConfig):
+        """The builder of a mixture of experts: Megatron's, the experts whole on their rank."""
+        provider = TESpecProvider() if config.moe_grouped_gemm else self
+        experts = provider.grouped_mlp_modules(config.moe_grouped_gemm)
+        return partial(
+            MoELayer,
+            submodules=MoESubmodules(experts=experts, shared_experts=self.shared_experts()),
+        )
+
+    def shared_experts(self):
+        """The builder of an MLP that every token of a mixture passes."""
+        linears = MLPSubmodules(
+            linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
+        )
+        return partial(SharedExpertMLP, submodules=linears)
+
 
 class TSPSpecProvider(BaselineSpecProvider):
     """TSP's blocks where `options.blocks` says so; a streamed block has its norm inside."""
@@ -79,8 +104,11 @@ class TSPSpecProvider(BaselineSpecProvider):
             return super().core_attention()
         return partial(TSPCoreAttention, exchange=self.options.attention_exchange)
 
+    def _how(self, schedule: str, kind: str) -> dict:
+        return {"schedule": schedule, "kind": kind, "wide_grads": self.options.wide_grads}
+
     def _streamed(self, schedule: str, kind: str):
-        how = {"schedule": schedule, "kind": kind, "wide_grads": self.options.wide_grads}
+        how = self._how(schedule, kind)
         return (
             partial(TSPLayerNormColumnParallelLinear, **how),
             partial(TSPRowParallelLinear, **how),
@@ -101,6 +129,18 @@ class TSPSpecProvider(BaselineSpecProvider):
         linears = self._streamed(self.options.mlp_schedule, "mlp")
         return partial(_tsp_mlp, **keep), IdentityOp, *linears
 
+    def shared_experts(self):
+        """As the baseline's."""
+        if not self.options.streams_mlp:
+            return super().shared_experts()
+        how = self._how(self.options.mlp_schedule, "mlp")
+        linears = MLPSubmodules(
+            linear_fc1=partial(TSPColumnParallelLinear, **how),
+            linear_fc2=partial(TSPRowParallelLinear, **how),
+        )
+        keep = self.options.mlp_save_activations
+        return partial(TSPSharedExpertMLP, submodules=linears, keep_activations=keep)
+
 
 def _tsp_mlp(config, submodules, pg_collection, keep_activations, is_mtp_layer=False, name=None):
     return TSPMLP(
@@ -113,10 +153,24 @@ def _tsp_mlp(config, submodules, pg_collection, keep_activations, is_mtp_layer=F
     )
 
 
-def layer_spec(backend: BaselineSpecProvider, config: TransformerConfig) -> ModuleSpec:
-    """A dense layer with causal self-attention."""
+# How checkpoints name a norm: as part of the linear behind it.
+_INPUT_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_PRE_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def layer_spec(
+    backend: BaselineSpecProvider, config: TransformerConfig, moe: bool = False
+) -> ModuleSpec:
+    """A layer with causal self-attention and an MLP, or a mixture of experts."""
     attention, input_norm, qkv, proj = backend.attention()
-    mlp, pre_mlp_norm, fc1, fc2 = backend.mlp()
+    names = {**_INPUT_NORM, **_PRE_MLP_NORM}
+    if moe:
+        mlp, pre_mlp_norm = backend.moe(config), backend.layer_norm(has_residual=True)
+        if config.transformer_impl == "transformer_engine":
+            names = _INPUT_NORM  # there a mixture's norm has its own name
+    else:
+        mlp, pre_mlp_norm, fc1, fc2 = backend.mlp()
+        mlp = partial(mlp, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     if config.qk_l2_norm:
         qk_norm = L2Norm
     else:
@@ -138,13 +192,9 @@ def layer_spec(backend: BaselineSpecProvider, config: TransformerConfig) -> Modu
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=pre_mlp_norm,
-            mlp=partial(mlp, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints name a norm as part of the linear behind it.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=names,
         ),
     )
 
@@ -158,7 +208,26 @@ def block_spec(
     """The layers of this pipeline stage, and the final norm."""
     if pp_group is None:
         pp_group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["pp"]).pp
-    layers = get_num_layers_to_build(config, vp_stage, get_pg_rank(pp_group))
+    mixtures = moe_layers(config)
+    layers = _layers_of_stage(config, vp_stage, get_pg_rank(pp_group))
+    specs = {moe: layer_spec(backend, config, moe) for moe in {mixtures[at] for at in layers}}
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(backend, config)] * layers, layer_norm=backend.layer_norm()
+        layer_specs=[specs[mixtures[at]] for at in layers], layer_norm=backend.layer_norm()
     )
+
+
+def moe_layers(config: TransformerConfig) -> list[bool]:
+    """For each layer of the model whether it has a mixture of experts (--moe-layer-freq)."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    if isinstance(config.moe_layer_freq, int):
+        return [at % config.moe_layer_freq == 0 for at in range(config.num_layers)]
+    return [bool(moe) for moe in config.moe_layer_freq]
+
+
+def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> list[int]:
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return layout.get_layer_id_list(LayerType.decoder, vp_stage, pp_rank)
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)))

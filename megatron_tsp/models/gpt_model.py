@@ -61,8 +61,11 @@ class TSPGPTModel(GPTModel):
         blocks: list[Block] = []
         units: list[int | None] = []
         layers = self.decoder.layers
-        for layer, unit in zip(layers, recompute_units(self.config, len(layers)), strict=True):
+        mixtures = [layer.is_moe_layer for layer in layers]
+        for layer, unit in zip(layers, recompute_units(self.config, mixtures), strict=True):
             attention, mlp = layer.self_attention, layer.mlp
+            if layer.is_moe_layer:
+                mlp = mlp.shared_experts
             if isinstance(attention, TSPSelfAttention):
                 blocks += [attention.linear_qkv.block, attention.linear_proj.block]
                 units += [unit[0]] * 2

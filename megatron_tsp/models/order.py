@@ -34,14 +34,21 @@ def link(blocks: Sequence[Block], units: Sequence[int | None], ends_in_loss: boo
                 block.after_backward = Successor(blocks[units.index(earlier)], backward=False)
 
 
-def recompute_units(config: TransformerConfig, layers: int) -> list[tuple[int | None, int | None]]:
-    """For each layer of a chunk the recompute units of its (attention, MLP), or None."""
+def recompute_units(
+    config: TransformerConfig, mixtures: Sequence[bool]
+) -> list[tuple[int | None, int | None]]:
+    """For each layer of a chunk the recompute units of its (attention, MLP), or None.
+
+    mixtures: for each layer whether its MLP is a mixture of experts; of that the shared experts'
+    weights stream.
+    """
+    layers = len(mixtures)
     if config.recompute_granularity == "full":
         if config.recompute_method == "block":
             unit = [at if at < config.recompute_num_layers else None for at in range(layers)]
         else:
             unit = [at // config.recompute_num_layers for at in range(layers)]
         return [(u, u) for u in unit]
-    if config.recompute_granularity == "selective" and "mlp" in config.recompute_modules:
-        return [(None, at) for at in range(layers)]
-    return [(None, None)] * layers
+    modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
+    again = {False: "mlp" in modules, True: bool({"moe", "shared_experts"} & set(modules))}
+    return [(None, at if again[moe] else None) for at, moe in enumerate(mixtures)]
