@@ -147,6 +147,7 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     args.dist_ckpt_optim_fully_reshardable = True
     refuse(args)
     refuse_unknown(written, flags)
+    _check_attention(args)
     _check_sizes(args)
 
 
@@ -159,6 +160,7 @@ def check(args: Namespace) -> None:
     if args.tsp_size is None:
         return
     refuse(args)
+    _check_attention(args)
     _check_sizes(args)
     _check_checkpoint(args)
     if args.tensor_model_parallel_size != args.tsp_size:
@@ -261,6 +263,7 @@ def _translate_baseline(args: Namespace) -> None:
         raise TSPError("--tsp-baseline-core has no attention dropout: --attention-dropout 0")
     args.create_attention_mask_in_dataloader = False
     _check_context_parallel(args)
+    _check_attention(args)
 
 
 def _check_context_parallel(args: Namespace) -> None:
@@ -296,6 +299,42 @@ def _check_exchanged_heads(args: Namespace, exchange: str) -> None:
         raise TSPError(
             f"{exchange}: --num-query-groups {groups} neither divides {tensor} x {context} ranks "
             "nor is a multiple of them; use allgather"
+        )
+
+
+def _check_attention(args: Namespace) -> None:
+    """Masks that no layer could honour."""
+    window = args.window_size
+    if window is not None and (len(window) != 2 or window[0] < -1 or window[1] != 0):
+        shown = ",".join(map(str, window))
+        raise TSPError(
+            f"--window-size {shown}: attention is causal, so a window is L,0: L tokens back, or -1 "
+            "for all"
+        )
+    if args.reset_attention_mask and (args.dataloader_inter_document_masking or args.sft):
+        raise TSPError(
+            "--reset-attention-mask beside --dataloader-inter-document-masking or --sft: both say "
+            "where documents begin; drop --reset-attention-mask"
+        )
+    packs = args.reset_attention_mask or args.dataloader_inter_document_masking
+    if packs and (args.tsp_size is None or args.tsp_blocks == "mlp"):
+        _check_flat_samples(args)
+
+
+def _check_flat_samples(args: Namespace) -> None:
+    """Documents in Megatron's own attention, which takes the samples of a batch as one."""
+    stages, samples = args.pipeline_model_parallel_size or 1, args.micro_batch_size or 1
+    if stages > 1 and samples > 1:
+        raise TSPError(
+            f"documents in samples with --micro-batch-size {samples} and "
+            f"--pipeline-model-parallel-size {stages}: where attention is Megatron's it takes one "
+            "sample; use --micro-batch-size 1"
+        )
+    if args.context_parallel_size > 1:
+        raise TSPError(
+            f"documents in samples with --context-parallel-size {args.context_parallel_size}: "
+            "where attention is Megatron's, RoPE takes each document to be spread over the ranks, "
+            "and samples are; use --tsp-size, with --tsp-blocks all or attention"
         )
 
 
@@ -354,11 +393,12 @@ def _check_heads(args: Namespace, heads: int) -> None:
             f"of it, as Megatron's sharding of QKV needs: the nearest are {_nearest(groups, fits)}"
         )
     channels = args.kv_channels or (args.hidden_size or 0) // heads
-    rows = heads + 2 * groups
+    queries = 2 * heads if args.attention_output_gate else heads
+    rows = queries + 2 * groups
     if rows * channels % degree:
         near = _nearest(channels, lambda n: rows * n % degree == 0)
         raise TSPError(
-            f"the QKV weight has {rows * channels} rows, ({heads} + 2 x {groups}) heads of "
+            f"the QKV weight has {rows * channels} rows, ({queries} + 2 x {groups}) heads of "
             f"{channels}, which --tsp-size {degree} does not divide: the nearest --kv-channels are "
             f"{near}"
         )

@@ -43,19 +43,10 @@ REFUSED = (
             "TSP spreads the sequence in one way only; drop the flag"),
     Refusal("attention_dropout", "--attention-dropout", "the attention kernels have no dropout; "
             "pass --attention-dropout 0"),
-    Refusal("window_size", "--window-size", _MASK + "; drop the flag"),
-    Refusal("window_attn_skip_freq", "--window-attn-skip-freq", _MASK + "; drop the flag"),
-    Refusal("reset_attention_mask", "--reset-attention-mask", _MASK + ", also across documents; "
-            "drop the flag"),
-    Refusal("reset_position_ids", "--reset-position-ids", "TSP numbers positions over the whole "
-            "sequence; drop the flag"),
-    Refusal("softmax_type", "--softmax-type", "TSP's kernels have no attention sinks; use "
-            "vanilla", ("vanilla",)),
     Refusal("apply_query_key_layer_scaling", "--apply-query-key-layer-scaling", _CORE),
     Refusal("qk_clip", "--qk-clip", "the kernels do not report the largest logit; drop the flag"),
     Refusal("log_max_attention_logit", "--log-max-attention-logit",
             "the kernels do not report the largest logit; drop the flag"),
-    Refusal("attention_output_gate", "--attention-output-gate", "TSP's attention has no gate yet"),
     Refusal("use_kitchen_attention", "--use-kitchen-attention", _CORE),
     Refusal("attention_backend", "--attention-backend", "TSP has its own flash kernels; use auto "
             "or flash", ("auto", "flash")),
@@ -145,16 +136,12 @@ REFUSED = (
             "invariant; drop the flag"),
     Refusal("transformer_impl", "--transformer-impl", "TSP is for training; use local or "
             "transformer_engine", ("local", "transformer_engine")),
-    Refusal("position_embedding_type", "--position-embedding-type", "use rope, learned_absolute or "
-            "none", ("rope", "learned_absolute", "none")),
-    Refusal("no_rope_freq", "--no-rope-freq", "layers without RoPE are not carried yet; drop the "
-            "flag"),
+    Refusal("position_embedding_type", "--position-embedding-type", "use rope, yarn, "
+            "learned_absolute or none", ("rope", "yarn", "learned_absolute", "none")),
     Refusal("optimizer", "--optimizer", "muon-like optimizers orthogonalize whole weights; use "
             "adam or sgd", ("adam", "sgd")),
     Refusal("perform_rl_step", "--perform-rl-step", "TSP is for pretraining"),
     Refusal("sft", "--sft", _MASK + "; packed sequences are not carried yet"),
-    Refusal("dataloader_inter_document_masking", "--dataloader-inter-document-masking",
-            _MASK + ", also across documents; drop the flag"),
     Refusal("init_model_with_meta_device", "--init-model-with-meta-device",
             "TSP's modules are built on their device; drop the flag"),
     Refusal("hybrid_context_parallel", "--hybrid-context-parallel", "the TSP group spreads the "

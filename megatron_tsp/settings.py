@@ -31,6 +31,12 @@ CARRIED = {
         rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
         rope_scaling_factor use_rotary_position_embeddings add_position_embedding
     """,
+    "attention": """
+        window_size window_attn_skip_freq softmax_type attention_output_gate no_rope_freq
+        reset_attention_mask reset_position_ids dataloader_inter_document_masking
+        rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings
+        yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
+    """,
     "parallelism": """
         tensor_model_parallel_size sequence_parallel create_attention_mask_in_dataloader
         pipeline_model_parallel_size virtual_pipeline_model_parallel_size
@@ -122,7 +128,7 @@ PART_OF = {
     """,
     "multi_latent_attention": """
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-        rotary_scaling_factor mscale mscale_all_dim cache_mla_latents mla_down_proj_fusion
+        cache_mla_latents mla_down_proj_fusion
     """,
     "experimental_attention_variant": """
         dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq
@@ -197,8 +203,7 @@ PART_OF = {
         muon_scalar_optimizer use_layer_wise_param_layout
     """,
     "position_embedding_type": """
-        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
-        yarn_correction_range_round_to_int mrope_section
+        mrope_section
     """,
     "non_persistent_ckpt_type": """
         non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication

@@ -92,6 +92,14 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
         (("--tsp-size=4",), {"world_size": 2}, "2 ranks are not a multiple of --tsp-size 4: the "
          "nearest are 4"),
         (("--tsp-size=2",), {"tensor_parallel_num_weight_shards": 4}, "num-weight-shards"),
+        (("--tsp-size=2", "--window-size=8,4"), {}, "--window-size 8,4: attention is causal"),
+        (("--tsp-size=2", "--window-size=-2,0"), {}, "a window is L,0"),
+        (("--tsp-size=2", "--reset-attention-mask", "--dataloader-inter-document-masking"), {},
+         "drop --reset-attention-mask"),
+        (("--tsp-baseline-core", "--reset-attention-mask", "--context-parallel-size=2"), {},
+         "documents in samples with --context-parallel-size 2"),
+        (("--tsp-size=2", "--tsp-blocks=mlp", "--reset-attention-mask", "--micro-batch-size=2",
+          "--pipeline-model-parallel-size=2"), {}, "samples with --micro-batch-size 2"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(argv, changes, message):
@@ -105,9 +113,7 @@ VALUES = {
     "attention_dropout": ["0.1"],
     "recompute_modules": ["mlp", "moe_act"],
     "cuda_graph_impl": ["local"],
-    "window_size": ["8,0"],
     "attention_backend": ["fused"],
-    "no_rope_freq": ["2"],
     "linear_attention_freq": ["2"],
     "ckpt_format": ["torch"],
 }

@@ -7,14 +7,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from layers_common import config, random, start
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from ranks import RankFailed, run
 
 from megatron_tsp import zigzag
 from megatron_tsp.gradients import Gradients
-from megatron_tsp.layers import core_attention, embedding, kv_gather, linear, loss, mlp, norm
+from megatron_tsp.layers import (
+    core_attention,
+    embedding,
+    kv_gather,
+    linear,
+    loss,
+    mlp,
+    norm,
+    sinks,
+)
 from megatron_tsp.layers.block import Block
+from megatron_tsp.layers.mask import Mask
 from megatron_tsp.streaming import Ring, stream
 
 SEQ, BATCH, HIDDEN = 48, 2, 24  # 48 = 2 x 24: cut by D = 1, 2, 3, 4
@@ -184,12 +195,21 @@ class MLP(Case):
         return {**out, "db1": b1.grad} if self.bias else out
 
 
+#: Boundaries of each sample's documents: inside chunks, on their borders, of one token, none.
+DOCUMENTS = ((0, 5, 17, 18, 24, 40, SEQ), (0, 31, SEQ))
+
+
 class Attention(Case):
     layouts = dict.fromkeys(("out", "dq", "dk", "dv"), "tokens")
 
-    def __init__(self, kv_heads, scale=1.0, split=True, exchange="allgather"):
+    def __init__(
+        self, kv_heads, scale=1.0, split=True, exchange="allgather", window=None, documents=None,
+        sinks="vanilla",
+    ):  # fmt: skip
         self.kv_heads, self.scale, self.split = kv_heads, scale, split
-        self.exchange = exchange
+        self.exchange, self.window, self.documents, self.sinks = exchange, window, documents, sinks
+        if sinks == "learnable":
+            self.layouts = {**self.layouts, "dsinks": "rows"}
         if exchange == "alltoall":  # as Megatron's sharding of QKV wants it
             self.degrees = [d for d in DEGREES if kv_heads % d == 0 or d % kv_heads == 0]
 
@@ -199,31 +219,64 @@ class Attention(Case):
         q, dout = (random(SEQ, BATCH, 12, d, seed=s) for s in (0, 3))
         return q * self.scale, random(*kv, seed=1), random(*kv, seed=2), dout
 
+    def packed(self):
+        if self.documents is None:
+            return None
+        bounds = [at * SEQ + end for at, ends in enumerate(self.documents) for end in ends]
+        bounds = torch.tensor(sorted({*bounds}), dtype=torch.int32)
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+
     def sharded(self, degree, rank):
         q, k, v, dout = (_local(t, degree, rank) for t in self.whole())
         for t in (q, k, v):
             t.requires_grad_()
-        groups = type("Groups", (), {"cp": dist.group.WORLD})
-        settings = config(1, num_query_groups=self.kv_heads, kv_channels=4)
+        groups = type("Groups", (), {"cp": dist.group.WORLD, "tp": None})
+        window = None if self.window is None else (self.window, 0)
+        settings = config(
+            1, num_query_groups=self.kv_heads, kv_channels=4, window_size=window,
+            softmax_type=self.sinks,
+        )  # fmt: skip
         kv_gather._WORTH_SPLITTING = 0 if self.split else 2**30
         core = core_attention.TSPCoreAttention(
-            settings, 1, AttnMaskType.causal, "self", pg_collection=groups, exchange=self.exchange
-        )
-        out = core(q, k, v, None).view_as(q)
+            settings, 1, AttnMaskType.causal, "self", pg_collection=groups, exchange=self.exchange,
+            sink_group=dist.group.WORLD,
+        )  # fmt: skip
+        if self.sinks == "learnable":
+            core.softmax_offset.data.copy_(_rows(random(12, seed=7), degree, rank))
+        out = core(q, k, v, None, packed_seq_params=self.packed()).view_as(q)
         out.backward(dout)
-        return {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        found = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        if self.sinks == "learnable":
+            found["dsinks"] = core.softmax_offset.grad
+        return found
+
+    def hidden(self):
+        """[b, 1, s, s]: the keys that a query does not see."""
+        query, key = torch.arange(SEQ)[:, None], torch.arange(SEQ)[None]
+        hidden = (key > query) | (query - key > (SEQ if self.window is None else self.window))
+        samples = []
+        for bounds in self.documents or ((0, SEQ),) * BATCH:
+            document = torch.bucketize(torch.arange(SEQ), torch.tensor(bounds[1:]), right=True)
+            samples.append(hidden | (document[:, None] != document[None]))
+        return torch.stack(samples).unsqueeze(1)
 
     def reference(self):
         q, k, v, dout = (t.requires_grad_() for t in self.whole())
+        sinks = random(12, seed=7).requires_grad_()
         repeat = 12 // self.kv_heads
         heads = [t.permute(1, 2, 0, 3) for t in (q, *(
             t.repeat_interleave(repeat, 2) for t in (k, v)
         ))]  # fmt: skip
         scores = heads[0] @ heads[1].transpose(-1, -2) * 4**-0.5
-        mask = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
-        out = (scores.masked_fill(mask, -torch.inf).softmax(-1) @ heads[2]).permute(2, 0, 1, 3)
+        scores = scores.masked_fill(self.hidden(), -torch.inf)
+        if self.sinks != "vanilla":
+            logits = sinks if self.sinks == "learnable" else 0 * sinks
+            column = logits.view(1, 12, 1, 1).expand(BATCH, -1, SEQ, -1)
+            scores = torch.cat((scores, column), -1)
+        out = (scores.softmax(-1)[..., :SEQ] @ heads[2]).permute(2, 0, 1, 3)
         out.backward(dout)
-        return {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        found = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        return {**found, "dsinks": sinks.grad} if self.sinks == "learnable" else found
 
 
 class Embedding(Case):
@@ -358,6 +411,28 @@ CASES = {
     "mha-ring": Attention(12, exchange="ring"),
     "gqa-ring": Attention(4, exchange="ring"),
     "mqa-ring-large-logits": Attention(1, scale=100.0, exchange="ring"),
+    "sinks-window-documents-ring": Attention(
+        4, exchange="ring", sinks="learnable", window=9, documents=DOCUMENTS
+    ),
+    **{
+        f"{name}{'-alltoall' if exchange == 'alltoall' else ''}": Attention(
+            **settings, exchange=exchange
+        )
+        for exchange in ("allgather", "alltoall")
+        for name, settings in {
+            "window-0": dict(kv_heads=12, window=0),
+            "window-5": dict(kv_heads=4, window=5),
+            "window-of-two-chunks": dict(kv_heads=2, window=19),
+            "documents": dict(kv_heads=4, documents=DOCUMENTS),
+            "documents-large-logits": dict(kv_heads=1, documents=DOCUMENTS, scale=100.0),
+            "documents-window-4": dict(kv_heads=12, documents=DOCUMENTS, window=4),
+            "off-by-one": dict(kv_heads=12, sinks="off-by-one"),
+            "sinks": dict(kv_heads=4, sinks="learnable"),
+            "sinks-window-documents": dict(
+                kv_heads=2, sinks="learnable", window=9, documents=DOCUMENTS
+            ),
+        }.items()
+    },
     "embedding": Embedding(96, streams=False),
     "embedding-table": Embedding(12, streams=True),
     "loss": Loss(chunk=1000),
@@ -425,6 +500,22 @@ def _break(what):
                 yield owner, first
 
         Ring.backward = first_only
+    elif what == "local window":  # from a chunk's own keys only
+        before = kv_gather._Layout.before
+        kv_gather._Layout.before = lambda self, chunk: [] if chunk.start else before(self, chunk)
+    elif what in ("window", "documents"):
+        tiles = Mask.tiles
+        Mask.tiles = lambda self, *spans: tiles(
+            Mask(self.window if what != "window" else None,
+                 self.documents if what != "documents" else None), *spans
+        )  # fmt: skip
+    elif what == "documents of the first sample":
+        tiles = Mask.tiles
+        Mask.tiles = lambda self, *spans: tiles(
+            Mask(self.window, self.documents[:1] * BATCH), *spans
+        )
+    elif what == "sinks of the first rank":
+        sinks.gather = lambda own, group: own.repeat(group.size())
     elif what == "doubled loss gradient":
         backward = loss._GatherTokens.backward
         loss._GatherTokens.backward = staticmethod(
@@ -457,6 +548,12 @@ def _broken(what, degree, name):
         ("zigzag", "mha-alltoall"),
         ("zigzag", "mha-ring"),
         ("ring backward", "gqa-ring"),
+        ("local window", "window-of-two-chunks"),
+        ("window", "window-5"),
+        ("window", "window-0-alltoall"),
+        ("documents", "documents"),
+        ("documents of the first sample", "documents"),
+        ("sinks of the first rank", "sinks"),
         ("doubled loss gradient", "loss"),
         ("dropped dW", "swiglu"),
     ],

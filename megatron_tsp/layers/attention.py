@@ -9,8 +9,10 @@ zigzag.
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,6 +45,7 @@ class TSPSelfAttention(SelfAttention):
             submodules,
             linear_qkv=_over(shards, submodules.linear_qkv),
             linear_proj=_over(shards, submodules.linear_proj),
+            core_attention=partial(submodules.core_attention, sink_group=shards),
         )
         super().__init__(config, submodules, *args, pg_collection=local, **kwargs)
         # What is saved is sharded, or replicated, over the TSP group.
@@ -53,19 +56,27 @@ class TSPSelfAttention(SelfAttention):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **unsupported,
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's, for training: (output [s/D, b, h], the projection's bias or None).
 
+        `rotary_pos_emb` are the angles of the local tokens, [s/D, 1 or b, 1, r]. Packed sequences
+        lie as [s/D, b, h] like others.
+
         Raises:
-            TSPError: for an inference context, packed sequences, or another argument of
-                Megatron's that is not carried.
+            TSPError: for an inference context, or another argument of Megatron's that is not
+                carried.
         """
         for name, value in unsupported.items():
             if value is not None:
                 raise TSPError(f"TSP attention does not carry {name}")
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        if rotary_pos_emb is not None:
+        gated = self.config.attention_output_gate
+        query, key, value, *gate = self.get_query_key_value_tensors(
+            hidden_states, output_gate=gated
+        )
+        no_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        if rotary_pos_emb is not None and not no_rope:
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             mscale = self._yarn_concentration_factor
             query, key = (
@@ -75,7 +86,12 @@ class TSPSelfAttention(SelfAttention):
         attend = self.core_attention
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
-        attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
+        attended = attend(
+            query, key, value, attention_mask, attn_mask_type=self.attn_mask_type,
+            packed_seq_params=packed_seq_params,
+        )  # fmt: skip
+        if gated:
+            attended = self._apply_output_gate(attended, *gate)
         return self.linear_proj(attended)
 
 

@@ -45,8 +45,8 @@ def rotate(t: Tensor, angles: Tensor, interleaved: bool, mscale: float = 1.0) ->
 
     Args:
         t: [s/D, b, n, d].
-        angles: [s/D, 1, 1, r] with r <= d, fp32, of the local tokens. Its cos and sin are computed
-            once for each dtype and kept with it.
+        angles: [s/D, 1 or b, 1, r] with r <= d, fp32, of the local tokens. Its cos and sin are
+            computed once for each dtype and kept with it.
         interleaved: pairs are neighbouring features, not halves.
         mscale: factor on cos and sin (YaRN's concentration).
     """

@@ -3,12 +3,14 @@
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_tsp import parallel_state
+from megatron_tsp import parallel_state, zigzag
 from megatron_tsp.errors import TSPError
+from megatron_tsp.layers import documents
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.block import Block
 from megatron_tsp.layers.embedding import TSPLanguageModelEmbedding, TSPVocabParallelEmbedding
@@ -96,6 +98,27 @@ class TSPGPTModel(GPTModel):
                 "the checkpoint in Megatron with --tensor-model-parallel-size"
             )
         return super().forward(*args, labels=labels, output_processor=self._loss, **kwargs)
+
+    def _preprocess(self, *args, packed_seq_params: PackedSeqParams | None = None, **kwargs):
+        """As `GPTModel._preprocess`; in packed sequences RoPE starts again at each document."""
+        if not self.options.streams_attention:
+            return super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        embedded, angles, *rest = super()._preprocess(*args, **kwargs)
+        if packed_seq_params is not None and angles is not None:
+            tokens, ids = angles.size(0), kwargs["input_ids"]
+            angles = self._angles_by_document(packed_seq_params, tokens, ids)
+        return embedded, angles, *rest
+
+    def _angles_by_document(self, packed: PackedSeqParams, tokens: int, ids: Tensor | None):
+        """The angles of local tokens in their documents: [s/D, b, 1, r], fp32."""
+        group = parallel_state.token_group(self.pg_collection.tp)
+        samples = self.decoder.input_tensor.size(1) if ids is None else ids.size(0)
+        bounds = documents.boundaries(packed, samples, tokens * group.size())
+        local = zigzag.take(documents.positions(bounds), 1, group.size(), group.rank())
+        # Unsliced, positions 0 and 1. All of Megatron's angles are proportional to the position.
+        angles = self.rotary_pos_emb(2, packed_seq=True)
+        of_one = (angles[0] if isinstance(angles, tuple) else angles)[1]
+        return local.t().to(of_one.device)[:, :, None, None] * of_one
 
     def _output_shard(self) -> Tensor:
         weight = None

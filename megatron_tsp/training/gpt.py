@@ -23,19 +23,19 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_tsp.errors import TSPError
+from megatron_tsp.training import packing
 
-BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *packing.KEYS)
 
 # A loss this many times the largest seen so far is spiky (--check-for-spiky-loss).
 SPIKY_FACTOR = 10
 
-# dest: flag, with and without TSP. Their batches are packed sequences or a second model's outputs.
+# dest: flag, with and without TSP.
 NOT_CARRIED = {
-    "sft": "--sft",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "logits_load_dir": "--logits-load-dir",
     "inprocess_restart": "--inprocess-restart",
@@ -76,11 +76,13 @@ def get_batch(data_iterator, vp_stage=None) -> dict:
     """The next micro-batch, by `BATCH_KEYS`; each value [b, s / CP], or None where not needed.
 
     Tensor-parallel rank 0 reads it and broadcasts it to its group. On a pipeline stage in the
-    middle every value is None. The attention mask is [b, 1, s / CP, s], or None.
+    middle every value is None, except what says where documents begin, in packed sequences
+    (`packing.KEYS`). The attention mask is [b, 1, s / CP, s], or None.
     """
-    if not needs_batch(vp_stage):
-        return dict.fromkeys(BATCH_KEYS)
     args = get_args()
+    packs = packing.packs(args)
+    if not needs_batch(vp_stage) and not packs:
+        return dict.fromkeys(BATCH_KEYS)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch = {}
     if tp_rank == 0:
@@ -89,9 +91,11 @@ def get_batch(data_iterator, vp_stage=None) -> dict:
             for key, value in next(data_iterator).items()
         }
         batch = {key: batch.get(key) for key in BATCH_KEYS}
+        if packing.resets(args):
+            packing.mark(batch, args)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=packs,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -105,8 +109,15 @@ def get_batch(data_iterator, vp_stage=None) -> dict:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    if packs:
+        # TSP's attention takes samples side by side; Megatron's, one after the other.
+        side_by_side = args.tsp_size is not None and args.tsp_blocks != "mlp"
+        batch = packing.flatten(batch, tokens_too=not side_by_side)
     batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=not args.sft,
     )
     return {key: batch[key] for key in BATCH_KEYS}
 
@@ -160,10 +171,11 @@ def forward_step(data_iterator, model, return_schedule_plan=False):
     timer.stop()
 
     inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]
-    targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+    more = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+    more["packed_seq_params"] = packing.parameters(batch, get_args().seq_length)
     with straggler_timer:
         run = model.build_schedule_plan if return_schedule_plan else model
-        output = run(*inputs, **targets)
+        output = run(*inputs, **more)
     return output, partial(loss_func, batch["loss_mask"])
 
 
@@ -194,7 +206,7 @@ def dataset_config(args) -> GPTDatasetConfig:
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         # what a sample looks like
-        "reset_position_ids": args.reset_position_ids,
+        "reset_position_ids": args.reset_position_ids or packing.resets(args),
         "reset_attention_mask": args.reset_attention_mask,
         "eod_mask_loss": args.eod_mask_loss,
         "create_attention_mask": args.create_attention_mask_in_dataloader,
@@ -204,7 +216,7 @@ def dataset_config(args) -> GPTDatasetConfig:
         "context_parallel_size": args.context_parallel_size,
         "sequence_parallel_size": args.tensor_model_parallel_size if args.sequence_parallel else 0,
         "hybrid_context_parallel": False,
-        "inter_document_masking": False,
+        "inter_document_masking": args.dataloader_inter_document_masking,
     }
     if not args.fim_data:
         return GPTDatasetConfig(**fields)
@@ -228,13 +240,16 @@ def datasets(train_valid_test_num_samples, vp_stage=None):
     Megatron passes `vp_stage`, the virtual pipeline stage, under an interleaved pipeline.
     """
     args = get_args()
-    if args.mock_data:
+    if args.sft:
+        kind = SFTDataset
+    elif args.mock_data:
         kind = MockGPTDataset
     else:
         kind = GPTFIMDataset if args.fim_data else GPTDataset
 
     def read_here():
-        return mpu.get_tensor_model_parallel_rank() == 0 and needs_batch(vp_stage)
+        reads = needs_batch(vp_stage) or packing.packs(args)
+        return mpu.get_tensor_model_parallel_rank() == 0 and reads
 
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     built = BlendedMegatronDatasetBuilder(

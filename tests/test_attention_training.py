@@ -1,0 +1,98 @@
+"""What models do in attention: Megatron's `pretrain` with `--tsp-size`, against TP 1."""
+
+import json
+from functools import cache
+
+import pytest
+from test_training import LLAMA, LOAD, SAVE, TP_SP, ULP, _assert_same
+from training import train
+
+from megatron_tsp import data
+from megatron_tsp.layers.mask import Mask
+
+#: The mock text counts up to its end of document: with 16 ids a document has 16 tokens.
+SHORT = "--vocab-size 15 --make-vocab-size-divisible-by 4 --reset-attention-mask --eod-mask-loss"
+
+MODELS = {
+    "window-sinks-scaled-rope": f"{LLAMA} --window-size 9,0 --softmax-type learnable "
+    "--use-rope-scaling --rotary-interleaved --rotary-percent 0.5",
+    "window-in-one-layer-yarn-gate": f"{LLAMA} --window-size 20,0 --window-attn-skip-freq 2 "
+    "--softmax-type off-by-one --attention-output-gate --no-rope-freq 2 "
+    "--position-embedding-type yarn --rotary-scaling-factor 4 "
+    "--yarn-original-max-position-embeddings 16",
+    "documents": f"{LLAMA} {SHORT}",
+    "documents-by-token": f"{LLAMA} {SHORT} --calculate-per-token-loss",
+    "documents-learned-positions": f"{LLAMA} {SHORT} --reset-position-ids "
+    "--position-embedding-type learned_absolute",
+}
+ALLTOALL = "--tsp-attention-exchange alltoall"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """TP 1 by Megatron's own model, once for each set of flags."""
+
+    @cache
+    def get(flags):
+        return train(tmp_path_factory.mktemp("tp1"), 1, flags)
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "flags"),
+    [
+        ("window-sinks-scaled-rope", 2, "--tsp-size 2"),
+        ("window-sinks-scaled-rope", 4, f"--tsp-size 4 {ALLTOALL}"),
+        ("window-in-one-layer-yarn-gate", 2, "--tsp-size 2"),
+        ("documents", 4, "--tsp-size 4"),
+        ("documents", 2, f"--tsp-size 2 {ALLTOALL} --recompute-granularity selective"),
+        ("documents", 2, "--tsp-size 2 --tsp-blocks mlp"),
+        ("documents", 2, TP_SP.format(2)),
+        ("documents-by-token", 4, "--tsp-size 2 --context-parallel-size 2"),
+        ("documents-learned-positions", 2, "--tsp-size 2"),
+    ],
+)
+def test_trains_as_at_tp_1(reference, tmp_path, name, world, flags):
+    ranks = train(tmp_path, world, f"{MODELS[name]} {flags}")
+    _assert_same(ranks, reference(MODELS[name]), loss=2.5 * ULP)
+
+
+def test_every_pipeline_stage_knows_the_documents(reference, tmp_path):
+    """Stages draw other weights: start them from a checkpoint."""
+    flags = MODELS["documents"]
+    saving = f"{flags} {SAVE.format(tmp_path)} --exit-interval 3"
+    train(tmp_path / "first", 1, saving, exits=True)
+    rest = train(
+        tmp_path / "rest", 4,
+        f"{flags} --tsp-size 2 --pipeline-model-parallel-size 2 {LOAD.format(tmp_path)} "
+        "--no-load-rng",
+    )  # fmt: skip
+    last = next(rank for rank in rest if rank[0]["loss"] is not None)
+    _assert_same([last], [reference(flags)[0][3:]])
+
+
+def _text(folder):
+    """Documents of 5 to 70 bytes in a Megatron data set; its flags."""
+    lines = [json.dumps({"text": f"{n} " * (2 + n * 7 % 20)}) for n in range(200)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    given = data.flags(data.build(folder / "data", folder / "text.jsonl"))
+    return "no:--mock-data " + " ".join(f"{flag} {value}" for flag, value in given.items())
+
+
+def test_inter_document_masking_is_the_reset_mask(reference, tmp_path):
+    text = f"{LLAMA} {_text(tmp_path)}"
+    expected = train(tmp_path / "tp1", 1, f"{text} --reset-attention-mask --reset-position-ids")
+    packed = f"{text} --dataloader-inter-document-masking --tsp-size 2"
+    _assert_same(train(tmp_path / "tsp", 2, packed), expected, loss=2.5 * ULP)
+
+
+def _one_document():
+    tiles = Mask.tiles
+    Mask.tiles = lambda self, *spans: tiles(Mask(self.window), *spans)
+
+
+def test_twin_that_forgets_the_documents_differs(reference, tmp_path):
+    broken = train(tmp_path, 2, f"{MODELS['documents']} --tsp-size 2", before=_one_document)
+    with pytest.raises(AssertionError):
+        _assert_same(broken, reference(MODELS["documents"]), loss=1e-3, grad_norm=1e-3)
