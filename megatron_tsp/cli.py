@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_ab(commands)
     _add_plan(commands)
     _add_pretrain(commands)
+    _add_flip(commands)
     return parser
 
 
@@ -154,6 +155,42 @@ def _run_pretrain(args) -> None:
     command += ["--rdzv-endpoint", "localhost:0", "--nproc-per-node", str(args.nproc_per_node)]
     command += ["-m", "megatron_tsp.pretrain_gpt", *args.flags]
     os.execv(sys.executable, command)
+
+
+# ---------------------------------------------------------------------------------------------
+# megatron-tsp flip
+# ---------------------------------------------------------------------------------------------
+
+
+def _add_flip(commands) -> None:
+    parser = commands.add_parser(
+        "flip",
+        help="turn a TP+SP launch into a TSP launch, or back",
+        description="Write the flipped launch to stdout, and what changed and why to stderr. Only "
+        "the flags that have to change do; all else stays byte for byte.",
+    )
+    parser.add_argument(
+        "input",
+        metavar="INPUT",
+        help="a bash script, YAML with MODEL_ARGS, a command line in quotes, or - for stdin",
+    )
+    parser.add_argument(
+        "--tsp-size", type=int, metavar="D", help="default: the tensor-parallel size of INPUT"
+    )
+    parser.add_argument("--reverse", action="store_true", help="from TSP to TP+SP")
+    parser.add_argument("--check", action="store_true", help="only report")
+    parser.add_argument(
+        "--keep-entry",
+        action="store_true",
+        help="leave the way the training script is started as it is, for a patched Megatron-LM",
+    )
+    parser.set_defaults(run=_run_flip)
+
+
+def _run_flip(args) -> None:
+    from megatron_tsp import flip
+
+    flip.main(args.input, args.tsp_size, args.reverse, args.check, args.keep_entry)
 
 
 if __name__ == "__main__":
