@@ -89,13 +89,33 @@ def _add_ab(commands) -> None:
     parser.add_argument(
         "--out", metavar="DIR", help="where the report goes (default: below ab-out)"
     )
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument(
+        "--prepare",
+        action="store_const",
+        const="prepare",
+        dest="step",
+        help="only check everything, make the data set and write DIR/jobs, with a line `RANKS JOB` "
+        "for each job to start: for launchers such as Slurm",
+    )
+    steps.add_argument(
+        "--rank-of", metavar="JOB", dest="job", help="be one rank of JOB, as RANK and its kin say"
+    )
+    steps.add_argument(
+        "--report-only",
+        action="store_const",
+        const="report",
+        dest="step",
+        help="only write the report of the jobs that ran",
+    )
     parser.set_defaults(run=_run_ab)
 
 
 def _run_ab(args) -> int:
     from megatron_tsp import ab
 
-    return ab.main(args.config, args.arms.split(",") if args.arms else None, args.out)
+    arms = args.arms.split(",") if args.arms else None
+    return ab.main(args.config, arms, args.out, "rank" if args.job else args.step, args.job)
 
 
 # ---------------------------------------------------------------------------------------------

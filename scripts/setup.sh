@@ -62,7 +62,9 @@ make_venv() {
     exit 1
 }
 
-suitable "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
+if ! suitable "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    make_venv
+fi
 say "installing into $venv (torch and megatron-core: some minutes, about 5 GB)"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --constraint "$constraints" --editable '.[dev]'

@@ -537,3 +537,41 @@ def test_the_whole_of_it(tmp_path, capsys):
         assert all(size > 0 for size in arm["peak_memory_bytes"])
         assert sum(map(sum, arm["bytes_sent_per_rank_per_step"].values())) > 0
     assert "tsp / tp_sp" in capsys.readouterr().out
+
+
+def test_steps(tmp_path, monkeypatch, capsys):
+    """`--prepare` lists the jobs; `--rank-of` becomes a rank of one, and refuses another world."""
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 50)
+    top = yaml.safe_load((ROOT / "configs/tiny_cpu/ab.yaml").read_text())
+    top["INITIAL_WEIGHTS"] = "checkpoint"
+    top["DATA"] = {"OUT": str(tmp_path / "the data"), "INPUT": str(tmp_path / "text.txt")}
+    words = ["ab", str(write(tmp_path, top)), "--arms", "tsp,tp1", "--out", str(tmp_path / "out")]
+    old = tmp_path / "out/tsp/record/rank0.jsonl"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    assert cli.main([*words, "--prepare"]) == 0
+    assert (tmp_path / "out/jobs").read_text() == "4 initial\n4 tsp\n1 tp1\n"
+    assert not old.exists()
+
+    class Became(Exception):
+        pass
+
+    def execve(program, argv, env):
+        raise Became(argv, env)
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for job, flags in (("initial", "--save"), ("tsp", "--load")):
+        with pytest.raises(Became) as became:
+            cli.main([*words, "--rank-of", job])
+        argv, env = became.value.args
+        assert argv[1:3] == ["-m", "megatron_tsp.pretrain_gpt"] and env["OMP_NUM_THREADS"] == "1"
+        assert argv[-2:] == ["--tsp-record", str(tmp_path / "out" / job / "record")]
+        assert argv[argv.index(flags) + 1] == str(tmp_path / "out/initial/checkpoint")
+        assert argv[argv.index("--data-path") + 1] == str(tmp_path / "the data/text_document")
+    assert cli.main([*words, "--rank-of", "tp1"]) == 2
+    assert "--rank-of tp1: WORLD_SIZE is 4, and this job has 1 ranks" in capsys.readouterr().err
+    assert cli.main([*words, "--rank-of", "tsq"]) == 2
+    assert "--rank-of: no job 'tsq'; did you mean 'tsp'?" in capsys.readouterr().err
+    assert cli.main([*words, "--report-only"]) == 1
+    assert "rank0.jsonl: the rank finished no training step" in capsys.readouterr().err

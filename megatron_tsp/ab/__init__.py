@@ -9,7 +9,13 @@ from pathlib import Path
 from megatron_tsp.errors import TSPError
 
 
-def main(config_path: str, names: list[str] | None = None, out: str | None = None) -> int:
+def main(
+    config_path: str,
+    names: list[str] | None = None,
+    out: str | None = None,
+    step: str | None = None,
+    job: str | None = None,
+) -> int:
     """Run the arms and write the report; return the exit code.
 
     1: an arm failed, or its loss or gradient norm became NaN or infinite. 143: SIGTERM. 130:
@@ -19,12 +25,14 @@ def main(config_path: str, names: list[str] | None = None, out: str | None = Non
         config_path: YAML, see `config`.
         names: arms to run, in this order; default tp_sp, tsp.
         out: folder of the report; default ``ab-out/<name of the config's folder and file>``.
+        step: prepare, rank (of `job`) or report: this step only, see `steps`.
 
     Raises:
         TSPError: the configuration is wrong; nothing was run.
     """
     from megatron_tsp.ab import arms as arm_module
     from megatron_tsp.ab import config as config_module
+    from megatron_tsp.ab import steps
     from megatron_tsp.ab.runner import ArmFailed
 
     config = config_module.read(config_path)
@@ -41,7 +49,14 @@ def main(config_path: str, names: list[str] | None = None, out: str | None = Non
 
     previous = signal.signal(signal.SIGTERM, terminate)
     try:
-        report = _run(config, arms, folder)
+        if step == "prepare":
+            steps.prepare(config, arms, folder)
+            return 0
+        if step == "rank":
+            _add_data_flags(config, arms)
+            steps.become_rank(job, config, arms, folder)
+        run = _recorded if step == "report" else _run
+        report = run(config, arms, folder)
     except ArmFailed as error:
         print(f"megatron-tsp ab: {error}", file=sys.stderr)
         return 1
@@ -63,41 +78,66 @@ class _Terminated(KeyboardInterrupt):
 
 def _run(config, arms, folder: Path) -> dict:
     """Check everything, run every arm, write the report and the plots."""
-    from megatron_tsp.ab import initial, plots, report, runner
-    from megatron_tsp.ab.arms import check_data, check_flags
+    from megatron_tsp.ab import initial, report, runner
 
-    quiet_imports()
-    if config.data:
-        _add_data(config, arms)
-    parsed = [check_flags(arm) for arm in arms]
-    for arm in arms:
-        check_data(arm)
+    parsed = check(config, arms)
     how, words = initial.choose(config, arms)
     if how == "checkpoint":
-        checkpoint = initial.save(arms[0], folder / "initial")
+        checkpoint = initial.save(arms[0], folder / initial.FOLDER)
         for arm in arms:
             initial.load(arm, checkpoint)
     results = {}
     for arm, args in zip(arms, parsed, strict=True):
         record = runner.run(arm, folder / arm.name, _iterations(args))
         results[arm.name] = {**report.read_arm(record, arm.ranks), "command": arm.shown()}
-    built = report.build(results, _about(config, arms, words))
+    return _write(results, _about(config, arms, words), folder)
+
+
+def _recorded(config, arms, folder: Path) -> dict:
+    """The report of arms that were run one by one."""
+    from megatron_tsp.ab import steps
+
+    quiet_imports()
+    _add_data_flags(config, arms)
+    results, words = steps.results(config, arms, folder)
+    return _write(results, _about(config, arms, words), folder)
+
+
+def _write(results: dict, about: dict, folder: Path) -> dict:
+    from megatron_tsp.ab import plots, report
+
+    built = report.build(results, about)
     report.write(built, folder, plots.draw(built, folder))
     return built
 
 
-def _add_data(config, arms) -> None:
-    """Make the data set if it is not there, and give every arm its flags."""
+def check(config, arms) -> list:
+    """Make the data set if it is not there and check every arm's flags; returns them parsed."""
+    from megatron_tsp import data
+    from megatron_tsp.ab.arms import check_data, check_flags
+
+    quiet_imports()
+    if config.data and not data.exists(config.data["OUT"]):
+        data.build(
+            config.data["OUT"], config.data.get("INPUT"), config.data.get("JSON_KEY", "text")
+        )
+    _add_data_flags(config, arms)
+    parsed = [check_flags(arm) for arm in arms]
+    for arm in arms:
+        check_data(arm)
+    return parsed
+
+
+def _add_data_flags(config, arms) -> None:
+    """Give every arm the flags of the data set that the configuration has made."""
     from megatron_tsp import data
 
-    out = config.data["OUT"]
-    prefix = Path(out, data.NAME)
-    if not data.exists(out):
-        data.build(out, config.data.get("INPUT"), config.data.get("JSON_KEY", "text"))
+    if not config.data:
+        return
     for arm in arms:
         arm.flags |= {
             flag: str(value)
-            for flag, value in data.flags(prefix).items()
+            for flag, value in data.flags(Path(config.data["OUT"], data.NAME)).items()
             if flag not in config.model_args
         }
 

@@ -57,10 +57,10 @@ class Arm:
             *("--tsp-record", str(record)),
         ]
 
-    def shown(self) -> str:
+    def shown(self, launcher: str = "torchrun --nproc-per-node {ranks}") -> str:
         """The command that repeats this arm by hand, for the report."""
         env = [f"{key}={shlex.quote(value)}" for key, value in self.env.items()]
-        run = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "megatron_tsp.pretrain_gpt"]
+        run = [*launcher.format(ranks=self.ranks).split(), "-m", "megatron_tsp.pretrain_gpt"]
         return " ".join(env + [shlex.join([*run, *self.words()])])
 
 
@@ -167,7 +167,8 @@ def check_data(arm: Arm) -> None:
     """Raise TSPError if a data set that ``--data-path`` names is not there."""
     value = arm.flags.get("--data-path", [])
     for word in [value] if isinstance(value, str) else value or []:
-        for part in word.split():
+        whole = Path(word + ".idx").is_file()  # a path with spaces
+        for part in [word] if whole else word.split():
             if _is_weight(part):
                 continue
             for suffix in (".idx", ".bin"):

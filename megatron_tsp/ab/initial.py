@@ -18,6 +18,8 @@ _STANDING_STILL = {
     "--eval-iters": "0",
 }
 
+#: The folders, below the report's, of the job that saves the common start and of what it saves.
+FOLDER, CHECKPOINT = "initial", "checkpoint"
 
 #: Flags that name weights to start from.
 _SOURCES = ("--load", "--pretrained-checkpoint")
@@ -144,13 +146,24 @@ def save(arm: Arm, folder: Path) -> Path:
         TSPError: the older checkpoint cannot be removed.
         ArmFailed: as `runner.run`.
     """
-    target = folder / "checkpoint"
+    target = folder / CHECKPOINT
+    remove(target)
+    runner.run(saving(arm, target), folder, 1)
+    return target
+
+
+def remove(target: Path) -> None:
+    """Remove a checkpoint that an earlier run left; TSPError where that fails."""
     try:
         shutil.rmtree(target)
     except FileNotFoundError:
         pass
     except OSError as error:
         raise TSPError(f"cannot remove the older {target}: {error.strerror or error}") from error
+
+
+def saving(arm: Arm, target: Path) -> Arm:
+    """The job that saves to `target` the weights that `arm` starts from."""
     flags = {flag: value for flag, value in arm.flags.items() if not flag.startswith("--lr-")}
     flags |= _STANDING_STILL
     flags |= {
@@ -160,8 +173,7 @@ def save(arm: Arm, folder: Path) -> Path:
         "--no-save-optim": True,
         "--no-save-rng": True,
     }
-    runner.run(Arm("initial weights", arm.ranks, flags, arm.env), folder, 1)
-    return target
+    return Arm("initial weights", arm.ranks, flags, arm.env)
 
 
 def load(arm: Arm, checkpoint: Path) -> None:
