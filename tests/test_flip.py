@@ -201,15 +201,15 @@ def test_the_report_says_what_changed_and_what_was_not_seen():
 
 REFUSED = {
     "attention dropout by default": (f"torchrun pretrain_gpt.py {TP} 2 {SP}", "--attention-drop"),
-    "a setting": (f"torchrun pretrain_gpt.py {TP} 2 --attention-dropout 0 --window-size 8,0",
-                  "--window-size"),
+    "a setting": (f"torchrun pretrain_gpt.py {TP} 2 --attention-dropout 0 --fp8-format hybrid",
+                  "--fp8-format hybrid"),
     "in one branch": (f"A=(--attention-dropout 0)\nif x; then A+=(--tp-comm-overlap); fi\n"
                       f"torchrun pretrain_gpt.py {TP} 2 ${{A[@]}}", "--tp-comm-overlap"),
     "in one of two branches": (f"if x; then D=(--attention-dropout 0.1); else "
                                f"D=(--attention-dropout 0); fi\n"
                                f'torchrun pretrain_gpt.py {TP} 2 "${{D[@]}}"', "dropout 0.1"),
-    "sizes": (f"torchrun pretrain_gpt.py {TP} 3 --attention-dropout 0 --hidden-size 64",
-              "--hidden-size 64 is not divisible by --tsp-size 3"),
+    "sizes": (f"torchrun pretrain_gpt.py {TP} 3 --attention-dropout 0 --num-attention-heads 8",
+              "--num-attention-heads 8 is not divisible by --tsp-size 3"),
     "a bad value": (f"torchrun pretrain_gpt.py {TP} two", "invalid int value: 'two'"),
     "nothing to flip": ("torchrun pretrain_gpt.py --num-layers 2 ${A[@]}",
                         f"no command here has {TP} (not in the script: ${{A[@]}})"),
@@ -468,7 +468,7 @@ def test_yaml_of_tsp_becomes_tp_and_sp(before, after):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"MODEL_ARGS:\n  {TP}: 2\n  --window-size: [8, 0]\n  --attention-dropout: 0", "--window-"),
+        (f"MODEL_ARGS:\n  {TP}: 2\n  --fp8-format: hybrid\n  --attention-dropout: 0", "--fp8-"),
         (f"MODEL_ARGS:\n  {TP}: 2", "--attention-dropout 0.1"),
         ("MODEL_ARGS:\n  --seed: 2", f"MODEL_ARGS has no {TP}"),
         (f"MODEL_ARGS:\n  {TP}: 2\n  {TP}: 4", "line 3: --tensor-model-parallel-size is given twi"),

@@ -19,13 +19,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 @functools.cache
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, str]]:
+    """Megatron's parser with our flags, and the dest of each flag of Megatron's."""
     with warnings.catch_warnings(action="ignore"):  # of what is not installed here
         from megatron.training.arguments import add_megatron_arguments
 
-    return arguments.add_arguments(
-        add_megatron_arguments(_Parser(prog="", allow_abbrev=False, add_help=False))
-    )
+    parser = add_megatron_arguments(_Parser(prog="", allow_abbrev=False, add_help=False))
+    flags = {flag: a.dest for a in parser._actions for flag in a.option_strings}
+    return arguments.add_arguments(parser), flags
 
 
 def check(words: Sequence[Word]) -> list[str]:
@@ -58,21 +59,25 @@ def check_tp(words: Sequence[Word]) -> None:
 
 def _check(words: Sequence[Word]) -> list[str]:
     known, unknown, unseen, unread = [], [], [], []
-    actions = _parser()._option_string_actions
+    parser, flags = _parser()
     for flag, values in _grouped(words, unseen):
         name = flag.start.split("=")[0]
-        if name not in actions:
+        if name not in parser._option_string_actions:
             unknown.append(name)
         elif any(word.text is None for word in (flag, *values)):
             unread.append(" ".join(word.shown for word in (flag, *values)))
         else:
             known += [_utf8(word.text) for word in (flag, *values)]
-    args, _ = _parser().parse_known_args(known)
+    args, _ = parser.parse_known_args(known)
     if args.yaml_cfg is not None:
         raise TSPError("--yaml-cfg is not carried; give the same settings as flags")
     if args.tsp_size is None:
         args.tsp_size = 1  # it is a variable: what does not depend on it is checked
-    arguments.translate(args, known + ["--tsp-size"])
+    # The number of ranks is not in these flags: take one that fits.
+    args.rank, args.world_size = 0, max(args.tsp_size, 1)
+    for size in ("pipeline_model", "context", "expert_model", "expert_tensor"):
+        args.world_size *= getattr(args, f"{size}_parallel_size") or 1
+    arguments.translate(args, known, flags)
     notes = []
     for what, items in (
         ("not checked, the value is not in the script", unread),
@@ -101,7 +106,7 @@ def _grouped(words: Sequence[Word], unseen: list[str]):
 
 
 def _wants_value(group: Sequence[Word]) -> bool:
-    action = _parser()._option_string_actions.get(group[0].text)
+    action = _parser()[0]._option_string_actions.get(group[0].text)
     return action is not None and action.nargs != 0 and len(group) == 1
 
 
