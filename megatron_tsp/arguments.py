@@ -316,7 +316,7 @@ def _check_attention(args: Namespace) -> None:
             "--reset-attention-mask beside --dataloader-inter-document-masking or --sft: both say "
             "where documents begin; drop --reset-attention-mask"
         )
-    packs = args.reset_attention_mask or args.dataloader_inter_document_masking
+    packs = args.reset_attention_mask or args.dataloader_inter_document_masking or args.sft
     if packs and (args.tsp_size is None or args.tsp_blocks == "mlp"):
         _check_flat_samples(args)
 

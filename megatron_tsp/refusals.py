@@ -29,7 +29,6 @@ _MOE = "not carried yet; train with tensor parallelism"
 _MLA = "TSP's attention is plain multi-head or grouped-query attention"
 _FP8 = "TSP streams fp32, fp16 and bf16 shards only; train in bf16 (--bf16)"
 _FSDP = "TSP shards the weights itself; use Megatron's DDP or its distributed optimizer"
-_MASK = "TSP's attention is causal over the whole sequence"
 _GRAPH = "the streams are not captured in CUDA graphs yet"
 _CE = "TSP computes the loss itself, streaming the vocabulary in fp32; drop the flag"
 _OVERLAP = "TSP has no tensor-parallel activation traffic to overlap; drop the flag"
@@ -88,8 +87,6 @@ REFUSED = (
     Refusal("heterogeneous_layers_config_encoded_json",
             "--heterogeneous-layers-config-encoded-json", "all layers of a TSP model are alike"),
     Refusal("spec", "--spec", "TSP brings the layer spec; drop the flag"),
-    Refusal("qk_l2_norm", "--qk-l2-norm", "Megatron's local layers ignore it and TSP would not: "
-            "the two would differ; use --qk-layernorm"),
     Refusal("fp32_residual_connection", "--fp32-residual-connection", "TSP's blocks take their "
             "input in the parameters' dtype; drop the flag"),
     Refusal("ckpt_format", "--ckpt-format", "other formats name norms by module and would drop "
@@ -141,7 +138,6 @@ REFUSED = (
     Refusal("optimizer", "--optimizer", "muon-like optimizers orthogonalize whole weights; use "
             "adam or sgd", ("adam", "sgd")),
     Refusal("perform_rl_step", "--perform-rl-step", "TSP is for pretraining"),
-    Refusal("sft", "--sft", _MASK + "; packed sequences are not carried yet"),
     Refusal("init_model_with_meta_device", "--init-model-with-meta-device",
             "TSP's modules are built on their device; drop the flag"),
     Refusal("hybrid_context_parallel", "--hybrid-context-parallel", "the TSP group spreads the "

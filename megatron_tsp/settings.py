@@ -24,7 +24,7 @@ CARRIED = {
         rampup_batch_size calculate_per_token_loss eod_mask_loss
     """,
     "layers": """
-        normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm
+        normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm
         add_bias_linear add_qkv_bias swiglu squared_relu quick_geglu gated_linear_unit
         activation_func glu_linear_offset activation_func_clamp_value softmax_scale
         hidden_dropout untie_embeddings_and_output_weights rotary_base rotary_percent
@@ -33,7 +33,8 @@ CARRIED = {
     """,
     "attention": """
         window_size window_attn_skip_freq softmax_type attention_output_gate no_rope_freq
-        reset_attention_mask reset_position_ids dataloader_inter_document_masking
+        reset_attention_mask reset_position_ids dataloader_inter_document_masking sft
+        sft_tokenizer_prompt_format
         rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings
         yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
     """,
@@ -111,9 +112,6 @@ PART_OF = {
         rl_inference_expert_tensor_model_parallel_size rl_inference_model_unified_memory_level
         rl_offload_inference_model_weights_when_idle refit_method rl_verify_model_weights_swap
         rl_skip_bos_token rl_profile rl_profile_dir rl_inference_parsers
-    """,
-    "sft": """
-        sft_tokenizer_prompt_format
     """,
     "logits_save_dir": """
         logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_save_dtype

@@ -20,7 +20,7 @@ MODELS = {
     "--softmax-type off-by-one --attention-output-gate --no-rope-freq 2 "
     "--position-embedding-type yarn --rotary-scaling-factor 4 "
     "--yarn-original-max-position-embeddings 16",
-    "documents": f"{LLAMA} {SHORT}",
+    "documents": f"{LLAMA} {SHORT} --softmax-type learnable",
     "documents-by-token": f"{LLAMA} {SHORT} --calculate-per-token-loss",
     "documents-learned-positions": f"{LLAMA} {SHORT} --reset-position-ids "
     "--position-embedding-type learned_absolute",
@@ -85,6 +85,53 @@ def test_inter_document_masking_is_the_reset_mask(reference, tmp_path):
     expected = train(tmp_path / "tp1", 1, f"{text} --reset-attention-mask --reset-position-ids")
     packed = f"{text} --dataloader-inter-document-masking --tsp-size 2"
     _assert_same(train(tmp_path / "tsp", 2, packed), expected, loss=2.5 * ULP)
+
+
+def _conversations(folder):
+    """Packed conversations and a tokenizer of words for them, as Megatron's SFT data wants both."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs megatron-tsp[sft]")
+    transformers = pytest.importorskip("transformers", reason="needs megatron-tsp[sft]")
+    pytest.importorskip("datasets", reason="needs megatron-tsp[sft]")
+    words = ["<unk>", "<eos>", *(f"w{n}" for n in range(62))]
+    model = tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(folder / "tokenizer")
+    lines = []
+    for sample in range(40):
+        messages = []
+        for turn in range(2 + sample % 3):
+            said = [" ".join(f" w{(sample * n + turn) % 62}" for n in range(5 + 3 * turn))] * 3
+            roles = ("system", "user", "assistant")
+            messages += [
+                {"role": role, "content": f"{text} "}
+                for role, text in zip(roles, said, strict=True)
+            ]
+        lines.append(json.dumps({"messages": messages}))
+    (folder / "sft.jsonl").write_text("\n".join(lines))
+    return (
+        f"no:--mock-data --data-path {folder}/sft.jsonl --tokenizer-type SFTTokenizer "
+        f"--tokenizer-model {folder}/tokenizer --sft --sft-tokenizer-prompt-format identity "
+        "--make-vocab-size-divisible-by 16"
+    )
+
+
+def test_packed_conversations_train_as_in_megatrons_own_layers(tmp_path):
+    """Without Transformer Engine Megatron's layers take packed sequences with our core only."""
+    flags = f"{LLAMA} {_conversations(tmp_path)}"
+    expected = train(tmp_path / "tp1", 1, f"{flags} --tsp-baseline-core")
+    ranks = train(tmp_path / "tsp", 2, f"{flags} --tsp-size 2")
+    _assert_same(ranks, expected, loss=2.5 * ULP)
+
+
+def test_qk_l2_norm(tmp_path):
+    """Megatron's local layers ignore the flag; with our core's layer spec they honour it."""
+    expected = train(tmp_path / "tp1", 1, "--qk-l2-norm --tsp-baseline-core")
+    _assert_same(train(tmp_path / "tsp", 2, "--qk-l2-norm --tsp-size 2"), expected, loss=2.5 * ULP)
+    without = train(tmp_path / "without", 1, "--tsp-baseline-core --train-iters 1")
+    assert abs(without[0][0]["loss"] - expected[0][0]["loss"]) > 1e-4
 
 
 def _one_document():

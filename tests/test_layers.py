@@ -204,19 +204,20 @@ class Attention(Case):
 
     def __init__(
         self, kv_heads, scale=1.0, split=True, exchange="allgather", window=None, documents=None,
-        sinks="vanilla",
+        sinks="vanilla", heads=12, degrees=DEGREES,
     ):  # fmt: skip
-        self.kv_heads, self.scale, self.split = kv_heads, scale, split
+        self.kv_heads, self.scale, self.split, self.heads = kv_heads, scale, split, heads
         self.exchange, self.window, self.documents, self.sinks = exchange, window, documents, sinks
         if sinks == "learnable":
             self.layouts = {**self.layouts, "dsinks": "rows"}
         if exchange == "alltoall":  # as Megatron's sharding of QKV wants it
-            self.degrees = [d for d in DEGREES if kv_heads % d == 0 or d % kv_heads == 0]
+            degrees = [d for d in degrees if kv_heads % d == 0 or d % kv_heads == 0]
+        self.degrees = degrees
 
     def whole(self):
         d = 4
         kv = (SEQ, BATCH, self.kv_heads, d)
-        q, dout = (random(SEQ, BATCH, 12, d, seed=s) for s in (0, 3))
+        q, dout = (random(SEQ, BATCH, self.heads, d, seed=s) for s in (0, 3))
         return q * self.scale, random(*kv, seed=1), random(*kv, seed=2), dout
 
     def packed(self):
@@ -234,7 +235,7 @@ class Attention(Case):
         window = None if self.window is None else (self.window, 0)
         settings = config(
             1, num_query_groups=self.kv_heads, kv_channels=4, window_size=window,
-            softmax_type=self.sinks,
+            softmax_type=self.sinks, num_attention_heads=self.heads,
         )  # fmt: skip
         kv_gather._WORTH_SPLITTING = 0 if self.split else 2**30
         core = core_attention.TSPCoreAttention(
@@ -242,7 +243,7 @@ class Attention(Case):
             sink_group=dist.group.WORLD,
         )  # fmt: skip
         if self.sinks == "learnable":
-            core.softmax_offset.data.copy_(_rows(random(12, seed=7), degree, rank))
+            core.softmax_offset.data.copy_(_rows(random(self.heads, seed=7), degree, rank))
         out = core(q, k, v, None, packed_seq_params=self.packed()).view_as(q)
         out.backward(dout)
         found = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
@@ -262,8 +263,8 @@ class Attention(Case):
 
     def reference(self):
         q, k, v, dout = (t.requires_grad_() for t in self.whole())
-        sinks = random(12, seed=7).requires_grad_()
-        repeat = 12 // self.kv_heads
+        sinks = random(self.heads, seed=7).requires_grad_()
+        repeat = self.heads // self.kv_heads
         heads = [t.permute(1, 2, 0, 3) for t in (q, *(
             t.repeat_interleave(repeat, 2) for t in (k, v)
         ))]  # fmt: skip
@@ -271,7 +272,7 @@ class Attention(Case):
         scores = scores.masked_fill(self.hidden(), -torch.inf)
         if self.sinks != "vanilla":
             logits = sinks if self.sinks == "learnable" else 0 * sinks
-            column = logits.view(1, 12, 1, 1).expand(BATCH, -1, SEQ, -1)
+            column = logits.view(1, -1, 1, 1).expand(BATCH, -1, SEQ, -1)
             scores = torch.cat((scores, column), -1)
         out = (scores.softmax(-1)[..., :SEQ] @ heads[2]).permute(2, 0, 1, 3)
         out.backward(dout)
@@ -402,6 +403,10 @@ CASES = {
     "gqa": Attention(4),
     "gqa-fewer-than-ranks": Attention(2),
     "mqa": Attention(1),
+    "mqa-on-8": Attention(1, heads=8, degrees=(8,), documents=DOCUMENTS, sinks="learnable"),
+    "gqa-on-8": Attention(2, heads=8, degrees=(8,), window=7),
+    "gqa-on-8-alltoall": Attention(2, heads=8, degrees=(8,), window=7, exchange="alltoall"),
+    "mqa-on-8-ring": Attention(1, heads=8, degrees=(8,), scale=100.0, exchange="ring"),
     "mha-large-logits": Attention(12, scale=100.0),
     "mha-alltoall": Attention(12, exchange="alltoall"),
     "gqa-alltoall": Attention(4, exchange="alltoall"),

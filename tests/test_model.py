@@ -33,6 +33,13 @@ MODELS = {
         dict(num_query_groups=1, kv_channels=6, qk_layernorm=True, add_qkv_bias=True),
         dict(position_embedding_type="rope", rotary_percent=0.5),
     ),
+    "window-sinks-gate": (
+        dict(
+            num_query_groups=12, window_size=(10, 0), window_attn_skip_freq=2, no_rope_freq=[0, 1],
+            softmax_type="learnable", attention_output_gate=True, rotary_interleaved=True,
+        ),
+        dict(position_embedding_type="rope"),
+    ),  # fmt: skip
     "gpt2": (GPT2, dict(share_embeddings_and_output_weights=True)),
     "gpt2-rmsnorm-untied": ({**GPT2, "normalization": "RMSNorm"}, dict()),
 }
