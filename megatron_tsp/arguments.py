@@ -215,7 +215,7 @@ def describe(args: Namespace) -> str:
 
 
 def _check_checkpoint(args: Namespace) -> None:
-    """Refuse optimizer state whose layout only the model that saved it can read."""
+    """Refuse optimizer state that only the kind of run that saved it can read."""
     skips = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
     if not getattr(args, "load", None) or skips:
         return
@@ -226,8 +226,15 @@ def _check_checkpoint(args: Namespace) -> None:
 
     folder = Path(args.load, f"iter_{int(getattr(args, 'ckpt_step', None) or iteration):07d}")
     common = load_common_state_dict(str(folder))
-    layout = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "")
-    if args.use_distributed_optimizer and layout and not layout.startswith("fully"):
+    metadata = common.get("content_metadata")  # None of an older Megatron
+    layout = (metadata or {}).get("distrib_optim_sharding_type", "")
+    if metadata is not None and bool(layout) != args.use_distributed_optimizer:
+        raise TSPError(
+            f"--load {args.load}: its optimizer state is saved {'with' if layout else 'without'} "
+            "--use-distributed-optimizer, and Megatron does not convert it. Go on as it was saved, "
+            "or pass --no-load-optim"
+        )
+    if layout and not layout.startswith("fully"):
         raise TSPError(
             f"--load {args.load}: its optimizer state is saved as {layout}, which TSP cannot read. "
             "Save it once with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"

@@ -98,6 +98,9 @@ REFUSED = (
     Refusal("te_precision_config_file", "--te-precision-config-file", _FP8),
     Refusal("use_megatron_fsdp", "--use-megatron-fsdp", _FSDP),
     Refusal("use_torch_fsdp2", "--use-torch-fsdp2", _FSDP),
+    Refusal("overlap_param_gather_with_optimizer_step",
+            "--overlap-param-gather-with-optimizer-step", "Megatron does not carry it with "
+            "torch_dist checkpoints; drop the flag"),
     Refusal("tp_comm_overlap", "--tp-comm-overlap", _OVERLAP),
     Refusal("delay_wgrad_compute", "--delay-wgrad-compute", "dW travels with the shards and "
             "cannot be delayed; drop the flag"),

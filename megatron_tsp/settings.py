@@ -21,7 +21,7 @@ CARRIED = {
     """,
     "batch": """
         micro_batch_size global_batch_size eval_micro_batch_size eval_global_batch_size
-        rampup_batch_size calculate_per_token_loss eod_mask_loss
+        calculate_per_token_loss eod_mask_loss
     """,
     "layers": """
         normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm
@@ -51,7 +51,7 @@ CARRIED = {
     """,
     "data parallel": """
         use_distributed_optimizer num_distributed_optimizer_instances overlap_grad_reduce
-        overlap_param_gather overlap_param_gather_with_optimizer_step align_grad_reduce
+        overlap_param_gather align_grad_reduce
         align_param_gather ddp_bucket_size bucket_size ddp_num_buckets num_buckets
         ddp_average_in_collective average_in_collective
         ddp_param_name_patterns_for_fp32_local_accumulation
@@ -284,8 +284,9 @@ WITHOUT_EFFECT = {
         reduce_scatter_with_fp32_accumulation
     """,
     "Megatron's alone: the length of a run, batch sizes, evaluation, memory": """
-        step_batch_size_schedule decrease_batch_size_if_needed empty_unused_memory_level
-        check_weight_hash_across_dp_replicas_interval gpu_sniff_test_interval
+        rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed
+        empty_unused_memory_level check_weight_hash_across_dp_replicas_interval
+        gpu_sniff_test_interval
         train_sync_interval train_iters train_samples exit_interval exit_duration_in_mins
         exit_signal_handler exit_signal exit_signal_handler_for_dataloader
         exit_signal_handler_for_training manual_gc manual_gc_interval manual_gc_eval

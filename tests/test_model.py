@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from layers_common import config, random, start
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models import GPTModelConfig
 from megatron.training.models.gpt import GPTModelBuilder
@@ -42,6 +44,22 @@ MODELS = {
     ),  # fmt: skip
     "gpt2": (GPT2, dict(share_embeddings_and_output_weights=True)),
     "gpt2-rmsnorm-untied": ({**GPT2, "normalization": "RMSNorm"}, dict()),
+}
+
+#: What is the same code for every D: tried at one.
+OTHERS = {
+    "squared-relu": (
+        {**GPT2, "activation_func": squared_relu, "softmax_scale": 0.3},
+        dict(position_embedding_type="none"),
+    ),
+    "quick-geglu": (
+        dict(activation_func=quick_gelu, kv_channels=8, rotary_interleaved=True),
+        dict(position_embedding_type="rope", seq_len_interpolation_factor=2.0),
+    ),
+    "rope-scaling": (
+        dict(kv_channels=8),
+        dict(position_embedding_type="rope", rope_scaling=True, rope_scaling_factor=4.0),
+    ),
 }
 
 
@@ -79,7 +97,7 @@ def _batch():
 
 
 def _gpt_config(cls, name, degree, **extra):
-    transformer, model = MODELS[name]
+    transformer, model = {**MODELS, **OTHERS}[name]
     settings = config(degree, transformer_impl="local", **{"kv_channels": 4, **transformer})
     return cls(transformer=settings, vocab_size=VOCAB, seq_length=SEQ, **model, **extra)
 
@@ -153,6 +171,11 @@ def test_loss_and_gradients_equal_megatron(name, degree):
     if name == "gqa-tied" and degree == 3:
         degree = 6  # Megatron wants D to divide the KV heads, or to be a multiple of them
     _compare(name, degree, run(_tsp, degree, name, degree))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_activations_and_positions_equal_megatron(name):
+    _compare(name, 2, run(_tsp, 2, name, 2))
 
 
 @pytest.mark.parametrize("schedule", ["ring", "broadcast", "gather"])

@@ -12,6 +12,7 @@ from ranks import run
 from megatron_tsp import traffic
 from megatron_tsp.layers.linear import TSPColumnParallelLinear, TSPRowParallelLinear
 from megatron_tsp.layers.mlp import TSPMLP
+from megatron_tsp.layers.norm import Normalize
 from megatron_tsp.options import TSPOptions
 
 SEQ, HIDDEN, FFN = 256, 64, 64
@@ -132,3 +133,32 @@ def test_gradient_accumulation_fusion_uses_apexs_kernel():
     got = torch.cat(run(_with_apexs_kernel, 2))
     want = _reference()[0] / 2
     assert float((got.double() - want).norm() / want.norm()) < 0.01
+
+
+@pytest.mark.parametrize("rms", [True, False])
+def test_a_weight_stored_as_its_distance_from_one_counts_in_bf16(rms):
+    """1 + 1/512 is 1 in bf16 (--apply-layernorm-1p)."""
+    normalize = Normalize(rms=rms, eps=1e-5, zero_centered=True)
+    x, dy = random(64, 32).bfloat16(), random(64, 32, seed=3).bfloat16()
+    weight = torch.full((32,), 1 / 512, dtype=torch.bfloat16)
+    bias = None if rms else random(32, seed=4).bfloat16()
+    y, statistics = normalize.forward(x, weight, bias)
+    assert y.dtype == x.dtype
+    assert torch.equal(normalize.again(x, weight, bias, statistics), y)
+    dx, dweight, dbias = normalize.backward(dy, x, weight, bias, statistics)
+
+    wide = [None if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
+    mean = 0 if rms else wide[0].mean(-1, keepdim=True)
+    square = (wide[0] - mean).square().mean(-1, keepdim=True)
+    exact = (wide[0] - mean) * (square + 1e-5).rsqrt() * (1 + wide[1])
+    exact = exact if rms else exact + wide[2]
+    exact.backward(dy.double())
+
+    half_an_ulp = 2**-8  # relative, of bf16's rounding
+    torch.testing.assert_close(y.double(), exact.detach(), rtol=1.01 * half_an_ulp, atol=1e-6)
+    for got, want in zip((dx, dweight, dbias), wide, strict=True):
+        if want is not None:
+            torch.testing.assert_close(got.double(), want.grad, rtol=0.01, atol=0.01)
+    without = Normalize(rms=rms, eps=1e-5, zero_centered=False)
+    ones = without.forward(x, torch.ones_like(weight), bias)[0]
+    assert not torch.equal(ones, y)

@@ -21,6 +21,15 @@ TINY = f"""
 """.split()
 
 
+LLAMA = "--group-query-attention --num-query-groups 2 --qk-layernorm"
+GPT2 = (
+    "no:--swiglu no:--disable-bias-linear no:--untie-embeddings-and-output-weights "
+    "--normalization LayerNorm --position-embedding-type learned_absolute"
+)
+TP_SP = "--tensor-model-parallel-size {} --sequence-parallel --tsp-baseline-core"
+
+ULP = 4.8e-7  # of an fp32 loss between 4 and 8
+
 #: What CPU mode sets by itself, for a script that does not know it.
 CPU_FLAGS = """
 --transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-rope-fusion
@@ -34,7 +43,10 @@ def _flags(argv):
 
 
 def _train(argv, folder, before, exits):
+    from megatron_tsp.training import record
     from megatron_tsp.training.main import run as train
+
+    record.MEMORY_STEPS = ()  # measuring takes longer than the step
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     sys.argv = ["pretrain_gpt.py"]
@@ -89,3 +101,12 @@ def losses(ranks) -> list[float]:
 def grad_norms(ranks) -> list[float]:
     """The gradient norms by iteration."""
     return [step["grad_norm"] for step in ranks[0]]
+
+
+def assert_same(ranks, expected, loss=1.5 * ULP, grad_norm=1e-6):
+    """Both runs have the same losses and gradient norms, within absolute and relative bounds."""
+    got, want = losses(ranks), losses(expected)
+    assert len(got) == len(want)
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= loss, (got, want)
+    for a, b in zip(grad_norms(ranks), grad_norms(expected), strict=True):
+        assert abs(a - b) <= grad_norm * b, (grad_norms(ranks), grad_norms(expected))

@@ -23,7 +23,8 @@ class Normalize:
     Attributes:
         rms: RMSNorm, x/rms(x)·w (arXiv 1910.07467), in fp32 inside; else LayerNorm.
         eps: added to the mean square or the variance.
-        zero_centered: the stored weight is w - 1.
+        zero_centered: the stored weight is w - 1. The 1 is added, and w applied, in fp32: bf16
+            has no number between 1 and 1 + 1/128.
     """
 
     rms: bool
@@ -47,39 +48,52 @@ class Normalize:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """(y, statistics): y like x; the statistics are what `again` and `backward` need."""
-        weight = self._scale(weight)
         if not self.rms:
-            y, *statistics = torch.native_layer_norm(x, weight.shape, weight, bias, self.eps)
-            return y, torch.stack(statistics)
+            wide, scale, shift = self._operands(x, weight, bias)
+            y, *statistics = torch.native_layer_norm(wide, scale.shape, scale, shift, self.eps)
+            return y.to(x.dtype), torch.stack(statistics)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = rstd.square_().div_(x.size(-1)).add_(self.eps).rsqrt_()
-        return (wide * rstd).to(x.dtype).mul_(weight), rstd
+        return self._scaled(wide * rstd, weight, x.dtype), rstd
 
     def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor) -> Tensor:
         """y once more."""
         if not self.rms:
             return self.forward(x, weight, bias)[0]
-        return (x * statistics).to(x.dtype).mul_(self._scale(weight))
+        return self._scaled(x * statistics, weight, x.dtype)
 
     def backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(dx, dweight, dbias) of these tokens."""
-        weight = self._scale(weight)
         if not self.rms:
             mask = [True, True, bias is not None]
-            return torch.ops.aten.native_layer_norm_backward(
-                dy, x, weight.shape, *statistics, weight, bias, mask
+            wide, scale, shift = self._operands(x, weight, bias)
+            grads = torch.ops.aten.native_layer_norm_backward(
+                dy.to(wide.dtype), wide, scale.shape, *statistics, scale, shift, mask
             )
+            return tuple(None if grad is None else grad.to(x.dtype) for grad in grads)
         xhat = x * statistics
         dweight = (dy * xhat).flatten(0, -2).sum(0).to(weight.dtype)
-        dxhat = (dy * weight).to(xhat.dtype)
+        dxhat = (dy * self._weight(weight)).to(xhat.dtype)
         mean = (dxhat * xhat).mean(-1, keepdim=True)
         return dxhat.sub_(xhat.mul_(mean)).mul_(statistics).to(x.dtype), dweight, None
 
-    def _scale(self, weight: Tensor) -> Tensor:
-        return weight + 1 if self.zero_centered else weight
+    def _scaled(self, normal: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.zero_centered:
+            return normal.mul_(self._weight(weight)).to(dtype)
+        return normal.to(dtype).mul_(weight)
+
+    def _operands(self, x: Tensor, weight: Tensor, bias: Tensor | None):
+        """(x, weight, bias) of a layer norm, in one dtype, as its kernels want them."""
+        weight = self._weight(weight)
+        return x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)
+
+    def _weight(self, weight: Tensor) -> Tensor:
+        if self.zero_centered:
+            return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
+        return weight
 
 
 class _Norm(torch.autograd.Function):

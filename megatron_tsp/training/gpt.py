@@ -102,7 +102,10 @@ def get_batch(data_iterator, vp_stage=None) -> dict:
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        # evaluation runs without gradients, and may have another size
+        micro_batch_size=(
+            args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
+        ),
         seq_length=args.seq_length,
         mtp_on_this_rank=_has_mtp(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -1,0 +1,17 @@
+"""What several test files share."""
+
+from functools import cache
+
+import pytest
+from training import train
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """TP 1 by Megatron's own model, once for each set of flags (and function called before)."""
+
+    @cache
+    def get(flags, before=None):
+        return train(tmp_path_factory.mktemp("tp1"), 1, flags, before=before)
+
+    return get
