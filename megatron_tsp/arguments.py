@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
 from megatron_tsp.options import BLOCKS, CP_COMM_TYPES, EXCHANGES, TSPOptions
-from megatron_tsp.refusals import refuse
+from megatron_tsp.refusals import refuse, refuse_hybrid
 from megatron_tsp.settings import refuse_unknown
 from megatron_tsp.streaming import SCHEDULES
 
@@ -146,6 +146,7 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     # do not share: read by the other one it would scramble the weights.
     args.dist_ckpt_optim_fully_reshardable = True
     refuse(args)
+    refuse_hybrid(args)
     refuse_unknown(written, flags)
     _check_attention(args)
     _check_sizes(args)
@@ -440,6 +441,26 @@ def _check_experts(args: Namespace) -> None:
         raise TSPError(
             f"--expert-model-parallel-size {spread} x --expert-tensor-parallel-size {width} does "
             f"not divide the {ranks} ranks of a pipeline stage"
+        )
+    if experts:
+        _check_experts_of_stages(args)
+
+
+def _check_experts_of_stages(args: Namespace) -> None:
+    """A hybrid model's pattern may leave pipeline ranks without experts."""
+    pattern = (args.hybrid_layer_pattern or args.hybrid_override_pattern or "").split("/")[0]
+    balance, stages = args.moe_aux_loss_coeff, args.pipeline_model_parallel_size
+    reported = args.moe_z_loss_coeff or any(balance if isinstance(balance, list) else [balance])
+    segments = pattern.split("|")
+    if len(segments) == 1:  # Megatron cuts it evenly
+        length = max(1, len(pattern) // stages)
+        segments = [pattern[at : at + length] for at in range(0, len(pattern), length)]
+    ranks = ["".join(segments[rank::stages]) for rank in range(stages)]
+    if pattern and reported and not all("E" in layers for layers in ranks):
+        raise TSPError(
+            f"--hybrid-layer-pattern {pattern}: where a pipeline rank has no expert layer (E), "
+            "Megatron's report of the auxiliary losses hangs. Give each one, or drop "
+            "--moe-aux-loss-coeff and --moe-z-loss-coeff"
         )
 
 

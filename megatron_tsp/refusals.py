@@ -80,8 +80,6 @@ REFUSED = (
     Refusal("moe_paged_stash", "--moe-paged-stash", _OFFLOAD),
     Refusal("mtp_num_layers", "--mtp-num-layers", "multi-token prediction is not carried yet; drop "
             "the flag"),
-    Refusal("hybrid_layer_pattern", "--hybrid-layer-pattern", "only GPT models are carried"),
-    Refusal("is_hybrid_model", "--is-hybrid-model", "only GPT models are carried"),
     Refusal("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path",
             "all layers of a TSP model are alike"),
     Refusal("heterogeneous_layers_config_encoded_json",
@@ -161,7 +159,6 @@ REFUSED = (
             "with --tensor-model-parallel-size, without --tsp-size"),
     Refusal("fake_process_group", "--fake-process-group", "shards that a fake group sends never "
             "arrive; drop the flag"),
-    Refusal("hybrid_override_pattern", "--hybrid-override-pattern", "only GPT models are carried"),
     Refusal("fp4_param_gather", "--fp4-param-gather", _FP8),
     Refusal("logits_save_dir", "--logits-save-dir", "TSP's loss never holds the logits; save them "
             "with --tensor-model-parallel-size, without --tsp-size"),
@@ -187,6 +184,37 @@ REFUSED = (
             "are alike"),
     Refusal("use_custom_fsdp", "use_custom_fsdp", _FSDP),
 )  # fmt: skip
+
+#: Layers that a hybrid pattern may name and TSP does not carry.
+REFUSED_LAYERS = {
+    "M": "Mamba layers scan the sequence in its order, and TSP's tokens are in zigzag order",
+    "G": "gated delta net layers scan the sequence in its order, and TSP's tokens are in zigzag "
+         "order",
+    "D": _MLA,
+    "+": _MLA,
+}  # fmt: skip
+
+
+def refuse_hybrid(args) -> None:
+    """Stop a run of a hybrid model whose pattern or documents TSP does not carry.
+
+    Raises:
+        TSPError: for the first such layer of --hybrid-layer-pattern, or such flag.
+    """
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+    for symbol in pattern:
+        if symbol in REFUSED_LAYERS:
+            raise TSPError(
+                f"--hybrid-layer-pattern {pattern}: {symbol} does not work with --tsp-size: "
+                f"{REFUSED_LAYERS[symbol]}"
+            )
+    packing = ("sft", "dataloader_inter_document_masking", "reset_attention_mask")
+    for dest in packing if pattern else ():
+        if getattr(args, dest):
+            raise TSPError(
+                f"--{dest.replace('_', '-')} does not work with --hybrid-layer-pattern and "
+                "--tsp-size: a hybrid model numbers positions through the whole sequence; drop it"
+            )
 
 
 def refuse(settings) -> None:

@@ -73,6 +73,9 @@ CARRIED = {
         moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
         moe_shared_expert_gate moe_grouped_gemm moe_apply_probs_on_input
     """,
+    "hybrid models": """
+        hybrid_layer_pattern hybrid_override_pattern is_hybrid_model
+    """,
     "routers": """
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
         moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_router_score_function
@@ -142,11 +145,6 @@ PART_OF = {
     """,
     "qk_clip": """
         qk_clip_alpha qk_clip_threshold
-    """,
-    "is_hybrid_model": """
-        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
-        mamba_training_ssm_states_dtype mamba_inference_conv_states_dtype
-        mamba_inference_ssm_states_dtype
     """,
     "tp_comm_overlap": """
         tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
@@ -382,6 +380,11 @@ WITHOUT_EFFECT = {
         checkpoint_activations deprecated_use_mcore_models enable_experimental rope_type
         relative_attention_num_buckets relative_attention_max_distance lazy_mpu_init
         disable_msc_deprecated enable_msc
+    """,
+    "Mamba layers, which a pattern with TSP does not name": """
+        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
+        mamba_training_ssm_states_dtype mamba_inference_conv_states_dtype
+        mamba_inference_ssm_states_dtype
     """,
     "other models: BERT, retrieval, vision": """
         ict_head_size biencoder_projection_dim biencoder_shared_query_context_model ict_load

@@ -8,14 +8,14 @@ from training import grad_norms, losses, train
 ULP = 4.8e-7  # of an fp32 loss between 4 and 8
 
 
-def references(before=None):
+def references(before=None, model="gpt"):
     """A fixture: TP 1 by Megatron's own model, once for each set of flags."""
 
     @pytest.fixture(scope="module")
     def reference(tmp_path_factory):
         @cache
         def get(flags):
-            return train(tmp_path_factory.mktemp("tp1"), 1, flags, before=before)
+            return train(tmp_path_factory.mktemp("tp1"), 1, flags, before=before, model=model)
 
         return get
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from experts import same_experts
 from megatron.core.transformer.moe import router
-from megatron.core.transformer.moe.experts import SequentialMLP
 from ranks import RankFailed
 from reference import assert_same, references
 from training import train
@@ -33,38 +33,10 @@ EP = "--tsp-size {0} --expert-model-parallel-size {0}"
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 
 
-def _same_experts():
-    """Experts start from numbers that depend on their place in the model only."""
-    build, built = SequentialMLP.__init__, []
-
-    def build_and_fill(self, *args, **kwargs):
-        state = torch.get_rng_state()
-        build(self, *args, **kwargs)
-        torch.set_rng_state(state)
-        built.append(self)
-        first = self.ep_group.rank() * self.num_local_experts
-        part, parts = self.tp_group.rank(), self.tp_group.size()
-        for at, expert in enumerate(self.local_experts):
-            generator = torch.Generator().manual_seed(100 * len(built) + first + at)
-            for param in expert.parameters():
-                param.data.copy_(_shard(param, part, parts, generator))
-
-    SequentialMLP.__init__ = build_and_fill
+reference = references(before=same_experts)
 
 
-def _shard(param, part, parts, generator):
-    shape, dim = list(param.shape), getattr(param, "partition_dim", -1)
-    if dim < 0 or parts == 1:
-        return 0.02 * torch.randn(shape, generator=generator)
-    shape[dim] *= parts
-    whole = 0.02 * torch.randn(shape, generator=generator)
-    return torch.cat(whole.chunk(parts * param.partition_stride, dim)[part::parts], dim)
-
-
-reference = references(before=_same_experts)
-
-
-def _run(folder, world, flags, before=_same_experts):
+def _run(folder, world, flags, before=same_experts):
     return train(folder, world, flags, before=before)
 
 
@@ -94,7 +66,7 @@ def _same_experts_and_routers():
     """And after each step the routers of a TSP group are the same, to the bit."""
     from megatron.training import training
 
-    _same_experts()
+    same_experts()
     step = training.train_step
 
     def step_and_compare(*args, **kwargs):
@@ -126,7 +98,7 @@ def test_other_routers_train_as_at_tp_1(reference, tmp_path, model, flags):
 
 
 def _router_gradients_not_summed():
-    _same_experts()
+    same_experts()
     reset = router.Router.reset_parameters
 
     def local_only(self):
@@ -137,7 +109,7 @@ def _router_gradients_not_summed():
 
 
 def _balance_of_local_tokens():
-    _same_experts()
+    same_experts()
     count = router.get_tokens_per_expert_and_token_count
 
     def of_one_rank(routing_map, reduce_group, **kwargs):
@@ -172,7 +144,7 @@ TP_EP = (
 def test_a_run_flips_in_the_middle(reference, tmp_path, before, after):
     world, flags = before
     saving = f"{MIXED} {flags} {SAVE.format(tmp_path)} --exit-interval 3"
-    first = train(tmp_path / "first", world, saving, before=_same_experts, exits=True)
+    first = train(tmp_path / "first", world, saving, before=same_experts, exits=True)
     world, flags = after
     loading = f"{MIXED} {LOAD.format(tmp_path)}"
     rest = train(tmp_path / "rest", world, f"{loading} {flags}")

@@ -42,18 +42,18 @@ def _flags(argv):
     return [flag for flag in (*TINY, *argv) if flag not in dropped and not flag.startswith("no:")]
 
 
-def _train(argv, folder, before, exits):
+def _train(argv, folder, before, exits, model):
     from megatron_tsp.training import record
     from megatron_tsp.training.main import run as train
 
     record.MEMORY_STEPS = ()  # measuring takes longer than the step
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    sys.argv = ["pretrain_gpt.py"]
+    sys.argv = [f"pretrain_{model}.py"]
     if before is not None:
         before()
     try:
-        train([*_flags(argv), "--tsp-record", folder])
+        train([*_flags(argv), "--tsp-record", folder], model=model)
     except SystemExit:
         if not exits:
             raise
@@ -82,13 +82,15 @@ def train_megatrons(checkout, folder, world: int, flags: str = "") -> list:
     return run(_train_megatrons, world, checkout, flags.split(), str(folder), timeout=180)
 
 
-def train(folder, world: int, flags: str = "", before=None, exits: bool = False) -> list:
+def train(folder, world, flags="", before=None, exits=False, model="gpt") -> list:
     """Run `TINY` with `flags`; the recorded steps, by rank.
 
     The last of a repeated flag counts; `no:--flag` takes a switch out of `TINY`. `before` is called
     on each rank first, to break something. `exits`: Megatron ends the process (--exit-interval).
+    `model`: gpt or hybrid, the entry.
     """
-    return run(_train, world, flags.split(), str(folder), before, exits, timeout=180)
+    argv = flags.split()
+    return run(_train, world, argv, str(folder), before, exits, model, timeout=180)
 
 
 def losses(ranks) -> list[float]:

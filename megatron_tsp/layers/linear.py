@@ -170,6 +170,18 @@ class TSPColumnParallelLinear(_Streamed, ColumnParallelLinear):
         return None, None, None
 
 
+class TSPOutputLayer(TSPColumnParallelLinear):
+    """The output layer of a language model: hands hidden states on to the loss, which applies its
+    weights while they stream. Logits [s/D, b, V] never exist.
+    """
+
+    def forward(self, input_, weight=None, runtime_gather_output=None, *, shards_only=False):
+        """(input [s/D, b, h], None); with `shards_only` (weight shard, None)."""
+        if shards_only:
+            return super().forward(input_, weight, shards_only=True)
+        return input_, None
+
+
 class TSPLayerNormColumnParallelLinear(TSPColumnParallelLinear):
     """Y = norm(X)·Aᵀ + b: the norm that the config names, then the linear.
 

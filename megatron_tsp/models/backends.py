@@ -153,47 +153,58 @@ def _tsp_mlp(config, submodules, pg_collection, keep_activations, is_mtp_layer=F
     )
 
 
-# How checkpoints name a norm: as part of the linear behind it.
-_INPUT_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-_PRE_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+#: How checkpoints name a norm: as part of the linear behind it.
+INPUT_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+PRE_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def attention_part(backend: BaselineSpecProvider, config: TransformerConfig) -> dict:
+    """The submodules of a layer that are its causal self-attention."""
+    attention, norm, qkv, proj = backend.attention()
+    if config.qk_l2_norm:
+        qk_norm = L2Norm
+    else:
+        qk_norm = backend.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=qkv,
+        core_attention=backend.core_attention(),
+        linear_proj=proj,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    return {
+        "input_layernorm": norm,
+        "self_attention": ModuleSpec(
+            module=attention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=submodules,
+        ),
+        "self_attn_bda": get_bias_dropout_add,
+    }
+
+
+def mlp_part(backend: BaselineSpecProvider, config: TransformerConfig, moe: bool = False) -> dict:
+    """The submodules of a layer that are its MLP, or mixture of experts."""
+    if moe:
+        mlp, norm = backend.moe(config), backend.layer_norm(has_residual=True)
+    else:
+        mlp, norm, fc1, fc2 = backend.mlp()
+        mlp = partial(mlp, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
+    return {"pre_mlp_layernorm": norm, "mlp": mlp, "mlp_bda": get_bias_dropout_add}
 
 
 def layer_spec(
     backend: BaselineSpecProvider, config: TransformerConfig, moe: bool = False
 ) -> ModuleSpec:
     """A layer with causal self-attention and an MLP, or a mixture of experts."""
-    attention, input_norm, qkv, proj = backend.attention()
-    names = {**_INPUT_NORM, **_PRE_MLP_NORM}
-    if moe:
-        mlp, pre_mlp_norm = backend.moe(config), backend.layer_norm(has_residual=True)
-        if config.transformer_impl == "transformer_engine":
-            names = _INPUT_NORM  # there a mixture's norm has its own name
-    else:
-        mlp, pre_mlp_norm, fc1, fc2 = backend.mlp()
-        mlp = partial(mlp, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
-    if config.qk_l2_norm:
-        qk_norm = L2Norm
-    else:
-        qk_norm = backend.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    names = {**INPUT_NORM, **PRE_MLP_NORM}
+    if moe and config.transformer_impl == "transformer_engine":
+        names = INPUT_NORM  # there a mixture's norm has its own name
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=input_norm,
-            self_attention=ModuleSpec(
-                module=attention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=qkv,
-                    core_attention=backend.core_attention(),
-                    linear_proj=proj,
-                    q_layernorm=qk_norm,
-                    k_layernorm=qk_norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=pre_mlp_norm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            **attention_part(backend, config),
+            **mlp_part(backend, config, moe),
             sharded_state_dict_keys_map=names,
         ),
     )

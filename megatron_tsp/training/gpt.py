@@ -1,7 +1,8 @@
-"""GPT pretraining functions for Megatron's `pretrain`: data, batch, forward step and loss.
+"""Pretraining functions for Megatron's `pretrain`: data, batch, forward step and loss.
 
-They report what Megatron's pretrain_gpt.py reports, digit for digit. The batch is the same on
-every rank of a tensor-parallel group, so these functions are the same with and without TSP.
+They report what Megatron's pretrain_gpt.py and pretrain_hybrid.py report, digit for digit. The
+batch is the same on every rank of a tensor-parallel group, so these functions are the same with and
+without TSP.
 """
 
 import json
@@ -45,14 +46,26 @@ NOT_CARRIED = {
 straggler_timer = StragglerDetector()
 
 
-def check_args(args) -> None:
-    """Raise `TSPError` for a kind of training that these functions do not carry, by flag."""
+def check_args(args, model="gpt") -> None:
+    """Raise `TSPError` for a kind of training that these functions do not carry, by flag.
+
+    model: "gpt" or "hybrid", by the entry.
+    """
     for dest, flag in NOT_CARRIED.items():
         if getattr(args, dest, None):
             raise TSPError(
-                f"megatron_tsp.pretrain_gpt does not carry {flag}; "
-                "use Megatron-LM's own pretrain_gpt.py for it."
+                f"megatron_tsp.pretrain_{model} does not carry {flag}; "
+                f"use Megatron-LM's own pretrain_{model}.py for it."
             )
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    pattern = pattern or getattr(args, "hybrid_override_pattern", None)
+    if model == "gpt" and pattern:
+        raise TSPError(
+            f"--hybrid-layer-pattern {pattern} is for hybrid models: use "
+            "megatron_tsp.pretrain_hybrid"
+        )
+    if model == "hybrid" and not pattern:
+        raise TSPError("megatron_tsp.pretrain_hybrid needs --hybrid-layer-pattern, e.g. '*-*-'")
 
 
 def _has_mtp(vp_stage) -> bool:

@@ -1,5 +1,6 @@
 """From a command line to Megatron's `pretrain`: what every entry runs."""
 
+import importlib
 import os
 import sys
 import time
@@ -9,10 +10,11 @@ from megatron_tsp import cpu
 from megatron_tsp.errors import TSPError
 
 
-def run(argv=None, program_start=None) -> None:
-    """Pretrain a GPT model as the command line says; returns when training has ended.
+def run(argv=None, program_start=None, model="gpt") -> None:
+    """Pretrain a model as the command line says; returns when training has ended.
 
     argv: flags without the program's name; None takes them from `sys.argv`.
+    model: a module of `megatron_tsp.models`: gpt or hybrid.
     program_start: `time.time()` at the entry's first line, for Megatron's report of start-up times.
     Raises `TSPError` for a flag or combination that cannot run, before any process group exists.
     """
@@ -23,7 +25,7 @@ def run(argv=None, program_start=None) -> None:
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
     on_cpu = cpu.engage()
-    args = parse(on_cpu)
+    args = parse(on_cpu, model)
 
     from megatron.core.enums import ModelType
     from megatron.core.package_info import __version__ as megatron_version
@@ -31,7 +33,6 @@ def run(argv=None, program_start=None) -> None:
     from megatron.training import pretrain, print_rank_0, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_tsp.models.gpt import model_config_from_args
     from megatron_tsp.training import gpt
     from megatron_tsp.wheel import fill_gaps
 
@@ -41,7 +42,8 @@ def run(argv=None, program_start=None) -> None:
     print_rank_0(f"> Transformer Engine version ..... {get_te_version()}")
     set_startup_timestamps(program_start=program_start or main_entry, main_entry=main_entry)
 
-    config = pretrain_cfg_container_from_args(args, model_config_from_args(args))
+    models = importlib.import_module(f"megatron_tsp.models.{model}")
+    config = pretrain_cfg_container_from_args(args, models.model_config_from_args(args))
     if args.tsp_size is not None:
         from megatron_tsp.training import hooks
 
@@ -59,14 +61,15 @@ def run(argv=None, program_start=None) -> None:
         gpt.datasets,
         ModelType.encoder_or_decoder,
         gpt.forward_step,
-        get_embedding_ranks=gpt.embedding_ranks,
+        get_embedding_ranks=gpt.embedding_ranks if model == "gpt" else None,
     )
 
 
-def parse(on_cpu):
+def parse(on_cpu, model="gpt"):
     """Parse and validate `sys.argv`, set Megatron's global variables, and return the arguments.
 
     on_cpu: whether CPU mode is on; its flags are then the defaults.
+    model: as for `run`.
     Megatron's own `parse_and_validate_args`, with TSP's translation between its two halves.
     Raises `TSPError` for what cannot run.
     """
@@ -93,7 +96,7 @@ def parse(on_cpu):
     arguments.translate(args, sys.argv[1:], flags)  # first: what TSP refuses is refused everywhere
     if on_cpu:
         cpu.check_flags(args)
-    gpt.check_args(args)
+    gpt.check_args(args, model)
     validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     arguments.check(args)
     set_global_variables(args)

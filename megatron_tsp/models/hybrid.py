@@ -1,0 +1,143 @@
+"""Megatron's hybrid model: layers by a pattern, `*-*E`, each attention or an MLP or experts."""
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from megatron.training.argument_utils import hybrid_config_from_args
+from megatron.training.models import HybridModelConfig
+from megatron.training.models.hybrid import HybridModelBuilder
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron_tsp.arguments import options_from_args
+from megatron_tsp.errors import TSPError
+from megatron_tsp.layers.norm import TSPNorm
+from megatron_tsp.models.backends import (
+    INPUT_NORM,
+    PRE_MLP_NORM,
+    BaselineSpecProvider,
+    TSPSpecProvider,
+    attention_part,
+    mlp_part,
+)
+from megatron_tsp.models.local_tokens import LocalTokens
+from megatron_tsp.options import TSPOptions
+
+
+class TSPHybridStack(HybridStack):
+    """Megatron's stack with TSP's final norm: Megatron's is Transformer Engine's, with no spec."""
+
+    def __init__(self, config: TransformerConfig, *args, post_layer_norm: bool = True, **kwargs):
+        super().__init__(config, *args, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = TSPNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+class TSPHybridModel(LocalTokens, HybridModel):
+    """Megatron's HybridModel with local tokens inside."""
+
+
+@dataclass(kw_only=True)
+class TSPHybridModelConfig(HybridModelConfig):
+    """Megatron's hybrid config with TSP's options; `pretrain` builds from its `builder`."""
+
+    builder = "megatron_tsp.models.hybrid.TSPHybridModelBuilder"
+    tsp: TSPOptions = field(default_factory=TSPOptions)
+
+
+class TSPHybridModelBuilder(HybridModelBuilder):
+    """Builds `TSPHybridModel` stages; wrapping them for training is Megatron's."""
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> HybridModel:
+        """One pipeline stage, as `HybridModelBuilder.build_model`."""
+        config = self._model_config
+        transformer = config.transformer
+        if pre_process is None:
+            pre_process = is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = is_pp_last_stage(pg_collection.pp)
+        vocab_size = config.vocab_size
+        if config.should_pad_vocab:
+            vocab_size = calculate_padded_vocab_size(
+                vocab_size,
+                config.make_vocab_size_divisible_by,
+                transformer.tensor_model_parallel_size,
+            )
+        return TSPHybridModel(
+            config=transformer,
+            hybrid_stack_spec=stack_spec(TSPSpecProvider(config.tsp), transformer),
+            vocab_size=vocab_size,
+            max_sequence_length=config.seq_length,
+            hybrid_layer_pattern=config.hybrid_layer_pattern,
+            fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
+            parallel_output=config.parallel_output,
+            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+            position_embedding_type=config.position_embedding_type,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            seq_len_interpolation_factor=config.seq_len_interpolation_factor,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            options=config.tsp,
+        )
+
+
+def stack_spec(backend: BaselineSpecProvider, config: TransformerConfig) -> ModuleSpec:
+    """The layers that a pattern may name: attention (*), MLP (-), mixture of experts (E).
+
+    Parameters are named as in Megatron's own stack, which is made of Transformer Engine's modules.
+    """
+
+    def layer(module, names=None, **parts):
+        submodules = TransformerLayerSubmodules(**parts, sharded_state_dict_keys_map=names or {})
+        return ModuleSpec(module=module, submodules=submodules)
+
+    layers = {
+        "attention_layer": layer(TransformerLayer, INPUT_NORM, **attention_part(backend, config)),
+        "mlp_layer": layer(MLPLayer, PRE_MLP_NORM, **mlp_part(backend, config)),
+    }
+    if config.num_moe_experts is not None:
+        layers["moe_layer"] = layer(MoETransformerLayer, **mlp_part(backend, config, moe=True))
+    return ModuleSpec(module=TSPHybridStack, submodules=HybridStackSubmodules(**layers))
+
+
+def model_config_from_args(args: Namespace) -> HybridModelConfig:
+    """The config of the model that the flags ask for: TSP's, the A/B baseline's, or Megatron's.
+
+    Raises:
+        TSPError: for Megatron's own model without Transformer Engine.
+    """
+    if args.tsp_size is not None:
+        config = hybrid_config_from_args(args, model_config_cls=TSPHybridModelConfig)
+        config.tsp = options_from_args(args)
+        return config
+    config = hybrid_config_from_args(args)
+    if args.tsp_baseline_core:
+        config.hybrid_stack_spec = stack_spec(BaselineSpecProvider(), config.transformer)
+    elif not HAVE_TE:
+        raise TSPError(
+            "Megatron's hybrid model is made of Transformer Engine's modules, and it is not "
+            "installed; pass --tsp-size D or --tsp-baseline-core"
+        )
+    return config
