@@ -95,7 +95,7 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path):
          "--num-experts 4 --moe-aux-loss-coeff 0.1", "a pipeline rank has no expert layer (E)"),
         ("hybrid", "--tsp-size 1 --hybrid-layer-pattern *- --reset-attention-mask",
          "--reset-attention-mask does not work with --hybrid-layer-pattern"),
-        ("hybrid", "--inprocess-restart", "pretrain_hybrid does not carry --inprocess-restart"),
+        ("hybrid", "--logits-load-dir x", "pretrain_hybrid does not carry --logits-load-dir"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(tmp_path, model, flags, message):
