@@ -144,7 +144,7 @@ def test_flags_that_the_entry_does_not_carry_are_megatrons():
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = {action.dest: action.option_strings for action in parser._actions}
-    for dest, flag in gpt._NOT_CARRIED.items():
+    for dest, flag in gpt.NOT_CARRIED.items():
         assert flag in flags[dest], (dest, flag)
         with pytest.raises(TSPError, match=f"does not carry {flag};"):
             gpt.check_args(argparse.Namespace(**{dest: True}))
@@ -153,11 +153,11 @@ def test_flags_that_the_entry_does_not_carry_are_megatrons():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tsp-size 2 --sft", "--sft does not work with --tsp-size"),
+        ("--tsp-size 1 --perform-rl-step", "--perform-rl-step does not work with --tsp-size"),
         ("--tsp-size 2 --fp8-format hybrid", "--fp8-format hybrid does not work with --tsp-size"),
-        ("--sft", "does not carry --sft"),
+        ("--perform-rl-step", "does not carry --perform-rl-step"),
         ("--fp8-format hybrid", "CPU mode (no GPU found) cannot honour --fp8-format hybrid"),
-        ("--tsp-size 2 --log-energy", "CPU mode (no GPU found) cannot honour --log-energy"),
+        ("--tsp-size 1 --log-energy", "CPU mode (no GPU found) cannot honour --log-energy"),
     ],
 )
 def test_a_tsp_user_sees_the_tsp_refusal(flags, message, monkeypatch):

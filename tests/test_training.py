@@ -140,8 +140,6 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path, breaking):
     [
         ("--tsp-size 2 --tensor-model-parallel-size 4", "contradicts --tsp-size 2"),
         ("--tsp-size 2 --attention-dropout 0.1", "--attention-dropout 0.1 does not work"),
-        ("--tsp-size 2 --window-size 8,0", "--window-size"),
-        ("--tsp-size 2 --reset-position-ids", "--reset-position-ids does not work"),
         ("--tsp-size 2 --cross-entropy-loss-fusion", "--cross-entropy-loss-fusion does not work"),
         ("--tsp-size 3", "--num-attention-heads 8 is not divisible by --tsp-size 3: the nearest "
          "are 6 or 9"),
