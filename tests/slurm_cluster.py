@@ -47,10 +47,12 @@ class Cluster:
         return self
 
     def __exit__(self, *_):
+        ours = [daemon.pid for daemon in self.daemons]
         for process in self._processes():
-            process.kill()
+            if process.pid not in ours:  # `timeout` ends with what it runs
+                process.kill()
         for daemon in self.daemons:
-            daemon.wait()
+            daemon.wait(30)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _processes(self):
@@ -84,7 +86,7 @@ class Cluster:
 
     def _states(self):
         done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%T"],
+            ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%T"],
             env=self.env, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         return done.stdout.split()
@@ -106,7 +108,7 @@ class Cluster:
         host, here = socket.gethostname(), self.folder
         control, *ports = _free_ports(1 + len(NODES))
         nodes = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i} Port={port} CPUs=4"
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i} Port={port} CPUs=2"
             for i, (node, port) in enumerate(zip(NODES, ports, strict=True), 11)
         ]
         return "\n".join([
@@ -118,10 +120,13 @@ class Cluster:
             "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none",
             "JobAcctGatherType=jobacct_gather/none", "MpiDefault=none",
             "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core",
-            "SlurmdParameters=config_overrides",  # more CPUs than there are
+            "SlurmdParameters=config_overrides",  # whatever CPUs there are
             "SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2",
             "ReturnToService=2", "KillWait=5", *nodes,
-            f"PartitionName=main Nodes={','.join(NODES)} Default=YES State=UP",
+            # A job in `urgent` takes the nodes from one in `main`, which gets SIGTERM 60 s before.
+            "PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE",
+            f"PartitionName=main Nodes={','.join(NODES)} Default=YES PriorityTier=1 GraceTime=60",
+            f"PartitionName=urgent Nodes={','.join(NODES)} PriorityTier=2",
         ]) + "\n"  # fmt: skip
 
     # -----------------------------------------------------------------------------------------
@@ -145,6 +150,12 @@ class Cluster:
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def configure(self, line):
+        """Add a line to the running cluster's configuration."""
+        with open(self.env["SLURM_CONF"], "a") as conf:
+            conf.write(line + "\n")
+        self.command("scontrol", "reconfigure")
 
     def submit(self, folder, script, *words, nodes=2, tasks=2, **env) -> str:
         """Submit a job from `folder`; its id."""

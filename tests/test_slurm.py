@@ -165,6 +165,32 @@ def test_a_stop_without_a_checkpoint_is_not_requeued(cluster, folder):
     assert "no checkpoint since this start" in log(folder, job)
 
 
+def test_a_preempted_job_is_requeued(cluster, folder):
+    saved = folder / "saved"
+    saved.mkdir()
+    (saved / "latest_checkpointed_iteration.txt").write_text("5")
+    (folder / "urgent.py").write_text(SHOW)
+
+    def preempted():
+        (folder / "waiting").unlink(missing_ok=True)
+        job = cluster.submit(folder, PRETRAIN, script(folder, WAIT), "saved", "--save=saved")
+        cluster.until((folder / "waiting").exists, 60)
+        urgent = cluster.submit(folder, PRETRAIN, "urgent.py", SBATCH_PARTITION="urgent")
+        assert cluster.finished(urgent, 60) == "COMPLETED"
+        assert cluster.job(job)["Restarts"] == "1"
+        return job
+
+    # By default Slurm ends the ranks with SIGTERM.
+    job = preempted()
+    cluster.command("scancel", job)
+    assert "slurm: preempted, requeued from iteration 5" in log(folder, job)
+    # Where it sends the job's own signal, they save.
+    cluster.configure("SlurmctldParameters=preempt_send_user_signal")
+    job = preempted()
+    cluster.command("scancel", job)
+    assert "slurm: saved at iteration 7, requeued" in log(folder, job)
+
+
 def test_weights_from_elsewhere_at_every_restart_are_refused(cluster, folder):
     job = cluster.submit(folder, PRETRAIN, "--save", "x", "--finetune", "--load", "y")
     assert cluster.finished(job, 60) == "FAILED"
