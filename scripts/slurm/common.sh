@@ -39,7 +39,8 @@ launcher() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
     export PYTHONUNBUFFERED=1
     # Every rank sees all GPUs of its node: it takes the one of its LOCAL_RANK and reaches the others.
-    launch=(srun --kill-on-bad-exit=1 --gpu-bind=none --open-mode=append)
+    # Consecutive ranks, which make a group, are on one node.
+    launch=(srun --kill-on-bad-exit=1 --gpu-bind=none --distribution=block --open-mode=append)
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || launch+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
     inside=()
     [ -n "${TSP_CONTAINER:-}" ] || return 0

@@ -1,0 +1,93 @@
+"""Every message of ours can be looked up, and every link leads somewhere."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+ERRORS = ("TSPError", "ArmFailed")
+
+
+def plain(text):
+    return re.sub(r"\s+", " ", text.replace("`", ""))
+
+
+def looked_up():
+    pages = ("errors.md", "troubleshooting.md")
+    return plain(" ".join((ROOT / "docs" / page).read_text() for page in pages))
+
+
+def pieces(node):
+    """The texts between the values of a message: of a string, an f-string, or a sum of them."""
+    if isinstance(node, ast.JoinedStr):
+        texts = [""]
+        for value in node.values:
+            if isinstance(value, ast.Constant):
+                texts[-1] += value.value
+            else:
+                texts.append("")
+        return texts
+    if isinstance(node, ast.BinOp):
+        return pieces(node.left) + pieces(node.right)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    return []
+
+
+def raised(source):
+    """(line, [pieces]) of every error of ours that `source` makes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and node.args:
+            name = getattr(node.func, "id", getattr(node.func, "attr", None))
+            if name in ERRORS:
+                yield node.lineno, pieces(node.args[0])
+
+
+def missing(texts, docs):
+    """The pieces, of those long enough to search for, that the documentation does not have."""
+    stripped = [plain(text).strip(" :;,.'()") for text in texts]
+    return [text for text in stripped if len(text) >= 12 and text not in docs]
+
+
+def test_every_error_is_documented():
+    docs, seen, unknown = looked_up(), 0, []
+    for path in sorted((ROOT / "megatron_tsp").rglob("*.py")):
+        for line, texts in raised(path.read_text()):
+            seen += 1
+            found = missing(texts, docs)
+            unknown += [f"{path.relative_to(ROOT)}:{line}: {text}" for text in found]
+    for path in sorted((ROOT / "scripts").rglob("*")):
+        if path.suffix in (".sh", ".sbatch"):
+            text = path.read_text().replace('" \\\n', '"')
+            for words in re.findall(r'\bdie ((?:"[^"]*"\s*)+)', text):
+                seen += 1
+                message = " ".join(re.findall(r'"([^"]*)"', words))
+                unknown += [
+                    f"{path.name}: {text}"
+                    for text in missing(re.split(r"\$\{?\w+\}?", message), docs)
+                ]
+    assert seen > 150
+    assert not unknown, "not in docs/errors.md or docs/troubleshooting.md:\n" + "\n".join(unknown)
+
+
+def test_an_undocumented_error_is_found():
+    source = 'raise TSPError(f"--flag {a}: the moon is made " + "of cheese today")'
+    [(_, texts)] = raised(source)
+    assert missing(texts, looked_up()) == ["the moon is made", "of cheese today"]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{page.name}: {target}"
+        if anchor and path.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert anchor in slugs, f"{page.name}: {target}; {path.name} has {slugs}"
