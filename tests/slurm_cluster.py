@@ -2,9 +2,11 @@
 
 import os
 import re
+import select
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ import psutil
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("tsp-node1", "tsp-node2")
-#: Daemons end by themselves after this, whatever becomes of the tests.
+#: A cluster ends after this, whatever becomes of the tests.
 LIFETIME_S = 1800
 #: Slurm does not start a requeued job before credentials of its former start have expired.
 CREDENTIALS_S = 10
@@ -30,7 +32,8 @@ def missing() -> str | None:
 
 
 class Cluster:
-    """Use as a context manager: on leaving, every process of it is gone."""
+    """Use as a context manager: on leaving, every process of it is gone. So it is when this process
+    dies: another one (`_reap`) waits for that."""
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # a socket's path must be short
@@ -39,6 +42,10 @@ class Cluster:
         self.daemons = []
 
     def __enter__(self):
+        self.reaper = subprocess.Popen(
+            [sys.executable, __file__, str(self.folder)],
+            stdin=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
         try:
             self._start()
         except BaseException:
@@ -47,23 +54,10 @@ class Cluster:
         return self
 
     def __exit__(self, *_):
-        ours = [daemon.pid for daemon in self.daemons]
-        for process in self._processes():
-            if process.pid not in ours:  # `timeout` ends with what it runs
-                process.kill()
+        self.reaper.stdin.close()
+        self.reaper.wait(60)
         for daemon in self.daemons:
             daemon.wait(30)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _processes(self):
-        """The daemons and their helpers, and whatever runs in a job of this cluster."""
-        for process in psutil.process_iter():
-            try:
-                helper = process.cwd() == str(self.folder)
-                if helper or process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
-                    yield process
-            except psutil.Error:
-                pass
 
     def _start(self):
         here = self.folder
@@ -93,9 +87,8 @@ class Cluster:
 
     def _daemon(self, *command):
         log = open(self.folder / f"{command[0]}{len(self.daemons)}.out", "wb")
-        bounded = ["timeout", str(LIFETIME_S), *command]
         self.daemons.append(
-            subprocess.Popen(bounded, env=self.env, cwd=self.folder, stdout=log, stderr=log)
+            subprocess.Popen(command, env=self.env, cwd=self.folder, stdout=log, stderr=log)
         )
         log.close()
 
@@ -188,3 +181,20 @@ def _free_ports(count):
     for s in sockets:
         s.close()
     return ports
+
+
+def _reap(folder):
+    """Wait for the end of standard input, then kill the daemons and all that runs in their jobs."""
+    select.select([sys.stdin], [], [], LIFETIME_S)
+    for process in psutil.process_iter():
+        try:
+            helper = process.cwd() == folder  # some hide their environment
+            if helper or process.environ().get("SLURM_CONF") == f"{folder}/slurm.conf":
+                process.kill()
+        except psutil.Error:
+            pass
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _reap(sys.argv[1])
