@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_ab(commands)
     _add_plan(commands)
+    _add_trace(commands)
     _add_pretrain(commands)
     _add_flip(commands)
     return parser
@@ -149,6 +150,64 @@ def _run_plan(args) -> None:
         args.config, args.hardware, args.gpus, args.seq_len, args.global_batch_tokens, args.price,
         args.json, args.plot,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# megatron-tsp trace
+# ---------------------------------------------------------------------------------------------
+
+
+def _add_trace(commands) -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="what a rank needs in a training step, without the ranks and without a GPU",
+        description="Run a training step of each arm on tensors without contents, as one rank of a "
+        "job that is not there: peak memory, bytes sent, operations.",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="as for `megatron-tsp ab`")
+    parser.add_argument(
+        "--arms",
+        metavar="A,B",
+        help="which arms: those of `ab`, built in or named in CONFIG (default: tp_sp,tsp)",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="which ranks of the job (default: 0)",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks of the job; more than the arm's own are data-parallel (default: the arm's own)",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="flags over those of CONFIG, for all arms: seq-length=131072",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything there is to know")
+    parser.add_argument("--timeline", metavar="FILE.png", help="draw live bytes over the step")
+    parser.set_defaults(run=_run_trace)
+
+
+def _run_trace(args) -> int:
+    from megatron_tsp.trace import command
+
+    return command.run(
+        args.config,
+        args.arms.split(",") if args.arms else None,
+        args.rank,
+        args.world_size,
+        args.set,
+        args.json,
+        args.timeline,
+    )
 
 
 # ---------------------------------------------------------------------------------------------

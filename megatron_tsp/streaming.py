@@ -131,7 +131,7 @@ class Stream:
 
     @staticmethod
     def _key(shards: Shards, backward: bool) -> object:
-        return backward, *(shard.data_ptr() for shard in shards)
+        return backward, *map(id, shards)
 
     def _slot(self, shards: Shards) -> list[Tensor]:
         return self._weight_slots.take([shard.shape for shard in shards], shards)

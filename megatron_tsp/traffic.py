@@ -79,6 +79,11 @@ class block:
         _label.kind = self.outer
 
 
+def set_kind(kind: str) -> None:
+    """Label what this thread sends from now on, outside of any `block`."""
+    _label.kind = kind
+
+
 # ---------------------------------------------------------------------------------------------
 # Group names
 # ---------------------------------------------------------------------------------------------

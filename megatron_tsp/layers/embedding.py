@@ -27,13 +27,8 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ids, weight, group):
-        size, rank = group.size(), group.rank()
-        first, rows = rank * weight.size(0), weight.size(0)
-        owners = ids.div(rows, rounding_mode="floor")
-        asked = ids[owners == rank] - first  # by rank, then in the rank's order
-        wanted = owners[rank].argsort(stable=True)  # own tokens, by owner
-        sizes = torch.stack([(owners == rank).sum(1), owners[rank].bincount(minlength=size)])
-        ctx.to_send, ctx.to_receive = sizes.tolist()
+        rows = weight.size(0)
+        asked, wanted, ctx.to_send, ctx.to_receive = _routes(ids, rows, group.rank())
         ctx.group, ctx.rows = group, rows
         ctx.save_for_backward(asked, wanted)
         arrived = _all_to_all(weight[asked], ctx.to_receive, ctx.to_send, group)
@@ -44,6 +39,19 @@ class _Rows(torch.autograd.Function):
         asked, wanted = ctx.saved_tensors
         home = _all_to_all(dy[wanted], ctx.to_send, ctx.to_receive, ctx.group)
         return None, _summed(home, asked, ctx.rows), None
+
+
+def _routes(ids: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
+    """Who needs which rows, from ids [D, n] and the `rows` of a shard.
+
+    Returns the rows of this rank that are asked for, by asking rank and in its order; the places of
+    the own tokens, by owner; and the numbers of both, by rank.
+    """
+    owners = ids.div(rows, rounding_mode="floor")
+    asked = ids[owners == rank] - rank * rows
+    wanted = owners[rank].argsort(stable=True)
+    sizes = torch.stack([(owners == rank).sum(1), owners[rank].bincount(minlength=len(ids))])
+    return asked, wanted, *sizes.tolist()
 
 
 def _all_to_all(rows: Tensor, receive: list[int], send: list[int], group) -> Tensor:

@@ -6,10 +6,15 @@ the first time it is seen to its release.
 """
 
 import gc
+import sys
 import weakref
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+#: The size of a storage whose memory is counted as another's.
+_SHARED = None
 
 
 class LiveBytes(TorchDispatchMode):
@@ -35,9 +40,16 @@ class LiveBytes(TorchDispatchMode):
         self.current = 0
         self.peak = 0
         # Key: address of the storage. The entry goes when the storage does, before reuse.
-        self._storages: dict[int, tuple[weakref.ref, int]] = {}
+        self._storages: dict[int, tuple[weakref.ref, int | None]] = {}
 
     def __enter__(self):
+        self._resize = torch.UntypedStorage.resize_
+        # These two are no operators: nothing else tells.
+        torch.UntypedStorage.resize_ = lambda *args: self._resized(*args)
+        self._recompute = sys.modules.get("megatron.core.tensor_parallel.random")
+        if self._recompute is not None:
+            self._share = self._recompute._get_share_storage
+            self._recompute._get_share_storage = lambda: self._shared
         for tensor in existing_tensors():
             self._see(tensor)
         self.peak = self.current
@@ -45,6 +57,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __exit__(self, *exc):
         super().__exit__(*exc)
+        torch.UntypedStorage.resize_ = self._resize
+        if self._recompute is not None:
+            self._recompute._get_share_storage = self._share
         self._storages.clear()  # drops the weak references, and with them their callbacks
 
     def reset_peak(self) -> None:
@@ -53,6 +68,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # often, of fake tensors
+            return func(*args, **kwargs)
         self._see_all(args)
         self._see_all(kwargs.values())
         result = func(*args, **kwargs)
@@ -76,14 +93,37 @@ class LiveBytes(TorchDispatchMode):
         if known is None:
             release = weakref.ref(storage, lambda _, key=key: self._release(key))
             self._storages[key] = (release, size)
-            self.current += size
-        elif known[1] != size:  # resized in place
+            self._change(key, size)
+        elif known[1] is not _SHARED and known[1] != size:  # resized in place
             self._storages[key] = (known[0], size)
-            self.current += size - known[1]
+            self._change(key, size - known[1])
+
+    def _resized(self, storage: torch.UntypedStorage, size: int):
+        """`UntypedStorage.resize_`, with which Megatron empties what it will recompute."""
+        result = self._resize(storage, size)
+        known = self._storages.get(storage._cdata)
+        if known is not None and known[1] is not _SHARED:
+            self._storages[storage._cdata] = (known[0], size)
+            self._change(storage._cdata, size - known[1])
+        return result
+
+    def _shared(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Megatron gives an emptied storage the memory of a recomputed one, which lives as long."""
+        self._share()(to, source)
+        storage = to.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is not None and known[1] is not _SHARED:
+            self._storages[storage._cdata] = (known[0], _SHARED)
+            self._change(storage._cdata, -known[1])
 
     def _release(self, key: int) -> None:
-        _, size = self._storages.pop(key, (None, 0))
-        self.current -= size
+        known = self._storages.pop(key, None)
+        if known is not None and known[1] is not _SHARED:
+            self._change(key, -known[1])
+
+    def _change(self, key: int, change: int) -> None:
+        """The storage `key` grew by `change` bytes."""
+        self.current += change
 
 
 def existing_tensors():
@@ -98,10 +138,12 @@ def existing_tensors():
 
 def _owned_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The tensor's storage, if torch's allocator owns its memory."""
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+    if tensor.layout != torch.strided:
         return None
     try:
         storage = tensor.untyped_storage()
+        if storage.device.type == "meta" and not isinstance(tensor, FakeTensor):
+            return None
         # Memory that came from elsewhere (NumPy, mmap, shared memory) cannot be resized.
         return storage if storage.resizable() else None
     except (NotImplementedError, RuntimeError):  # subclasses that wrap others have no storage

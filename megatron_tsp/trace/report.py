@@ -1,0 +1,97 @@
+"""A trace for people: a table, and a picture of the step."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_tsp.trace.result import Trace
+
+GIB = 2**30
+RESERVE_NOTE = (
+    "Bytes of tensors. Besides them: the CUDA context, workspaces of cuBLAS, buffers of NCCL, "
+    "scratch space inside kernels, fragmentation."
+)
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "loss")
+
+
+def table(traces: Sequence[Trace]) -> str:
+    """Markdown, one row a rank of an arm."""
+    head = ["arm", "rank", "peak GiB", *_COLUMNS, "at", "sent GiB", "TFLOP"]
+    rows = [
+        [
+            trace.arm,
+            f"{trace.rank} of {trace.world}",
+            f"{trace.peak_bytes / GIB:.2f}",
+            *(f"{trace.split[kind] / GIB:.2f}" for kind in _COLUMNS),
+            place(trace),
+            f"{trace.sent_bytes / GIB:.2f}",
+            f"{trace.flops / 1e12:.1f}",
+        ]
+        for trace in traces
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
+    return "\n".join(lines)
+
+
+def traffic(traces: Sequence[Trace]) -> str:
+    """Markdown: GiB that a rank sends in a step, by block and collective."""
+    sent = [trace.sent_by("block", "collective") for trace in traces]
+    keys = sorted({key for sums in sent for key in sums})
+    head = ["block", "collective", *(f"{trace.arm}, rank {trace.rank}" for trace in traces)]
+    rows = [
+        [*key, *(f"{sums.get(key, 0) / GIB:.3f}" for sums in sent)] for key in keys
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def place(trace: Trace) -> str:
+    """Where the peak is: "layer 3 MLP, backward"."""
+    return ", ".join(filter(None, (trace.peak["where"], trace.peak["phase"])))
+
+
+_COLOURS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2cf5b",
+            "gradient reduction": "#72b7b2", "optimizer": "#54a24b"}  # fmt: skip
+
+
+def draw(traces: Sequence[Trace], path: Path) -> None:
+    """Live bytes over the step's operators, one panel a trace, phases in colour; a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, panels = pyplot.subplots(
+        len(traces), figsize=(11, 2.6 * len(traces) + 0.6), squeeze=False, sharey=True
+    )
+    for trace, axes in zip(traces, panels[:, 0], strict=True):
+        line = [size / GIB for size in trace.timeline]
+        axes.plot(line, color="black", linewidth=0.7)
+        for start, end, phase in _phases(trace):
+            axes.axvspan(start, end, color=_COLOURS.get(phase, "white"), alpha=0.35, linewidth=0)
+        top = max(range(len(line)), key=line.__getitem__)
+        axes.plot(top, line[top], "v", color="black", markersize=5)
+        axes.set_title(
+            f"{trace.arm}, rank {trace.rank} of {trace.world}: peak "
+            f"{trace.peak_bytes / GIB:.2f} GiB at {place(trace)}",
+            fontsize=10,
+        )
+        axes.set_ylabel("live, GiB")
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0)
+    panels[-1, 0].set_xlabel("operators of the step")
+    handles = [Patch(color=colour, alpha=0.35, label=name) for name, colour in _COLOURS.items()]
+    figure.legend(handles=handles, ncols=len(handles), loc="lower center", fontsize=8)
+    figure.tight_layout(rect=(0, 0.6 / (2.6 * len(traces) + 0.6), 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _phases(trace: Trace):
+    """(first operator, past the last, phase), neighbours of one phase joined."""
+    joined: list[list] = []
+    for at, _, phase in trace.marks:
+        if not joined or joined[-1][1] != phase:
+            joined.append([at, phase])
+    ends = [at for at, _ in joined[1:]] + [len(trace.timeline)]
+    for (at, phase), end in zip(joined, ends, strict=True):
+        yield at, end, phase
