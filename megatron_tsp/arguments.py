@@ -10,8 +10,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
+from megatron_tsp.layers import kernels
 from megatron_tsp.options import BLOCKS, CP_COMM_TYPES, EXCHANGES, TSPOptions
 from megatron_tsp.refusals import refuse, refuse_hybrid
 from megatron_tsp.settings import refuse_unknown
@@ -311,7 +314,11 @@ def _check_exchanged_heads(args: Namespace, exchange: str) -> None:
 
 
 def _check_attention(args: Namespace) -> None:
-    """Masks that no layer could honour."""
+    """Kernels that are not there, and masks that no layer could honour."""
+    kernels.choose(args.attention_backend.name, args.flash_attention_version)
+    if torch.cuda.is_available() and args.num_attention_heads:
+        channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+        kernels.check_shapes(channels, args.bf16 or args.fp16)
     window = args.window_size
     if window is not None and (len(window) != 2 or window[0] < -1 or window[1] != 0):
         shown = ",".join(map(str, window))

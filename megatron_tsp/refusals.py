@@ -47,9 +47,6 @@ REFUSED = (
     Refusal("log_max_attention_logit", "--log-max-attention-logit",
             "the kernels do not report the largest logit; drop the flag"),
     Refusal("use_kitchen_attention", "--use-kitchen-attention", _CORE),
-    Refusal("attention_backend", "--attention-backend", "TSP has its own flash kernels; use auto "
-            "or flash", ("auto", "flash")),
-    Refusal("flash_attention_version", "--flash-attention-version", _CORE),
     Refusal("multi_latent_attention", "--multi-latent-attention", _MLA),
     Refusal("experimental_attention_variant", "--experimental-attention-variant", _MLA),
     Refusal("linear_attention_freq", "--linear-attention-freq", _MLA),

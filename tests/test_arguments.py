@@ -92,6 +92,8 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
         (("--tsp-size=4",), {"world_size": 2}, "2 ranks are not a multiple of --tsp-size 4: the "
          "nearest are 4"),
         (("--tsp-size=2",), {"tensor_parallel_num_weight_shards": 4}, "num-weight-shards"),
+        (("--tsp-size=2", "--attention-backend=unfused"), {}, "unfused builds scores of s x s"),
+        (("--tsp-size=2", "--flash-attention-version=2"), {}, "--flash-attention-version 2"),
         (("--tsp-size=2", "--window-size=8,4"), {}, "--window-size 8,4: attention is causal"),
         (("--tsp-size=2", "--window-size=-2,0"), {}, "a window is L,0"),
         (("--tsp-size=2", "--reset-attention-mask", "--dataloader-inter-document-masking"), {},
@@ -113,7 +115,6 @@ VALUES = {
     "attention_dropout": ["0.1"],
     "recompute_modules": ["mlp", "moe_act"],
     "cuda_graph_impl": ["local"],
-    "attention_backend": ["fused"],
     "linear_attention_freq": ["2"],
     "ckpt_format": ["torch"],
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_tsp import parallel_state
 from megatron_tsp.errors import TSPError
-from megatron_tsp.layers import documents, sinks
+from megatron_tsp.layers import documents, kernels, sinks
 from megatron_tsp.layers.head_exchange import ExchangedHeads
 from megatron_tsp.layers.kv_gather import GatheredKV
 from megatron_tsp.layers.kv_ring import RingKV
@@ -72,7 +72,8 @@ class TSPCoreAttention(MegatronModule):
         if dropout:
             raise TSPError("TSP does not carry attention dropout: set --attention-dropout 0")
         self.group = parallel_state.kv_group(getattr(pg_collection, "cp", None))
-        self.scale = softmax_scale or config.kv_channels**-0.5
+        kernel = kernels.choose(config.attention_backend.name, config.flash_attention_version)
+        self.kernel = kernel(softmax_scale or config.kv_channels**-0.5)
         self.window = _window(config, layer_number)
         self.sink_group = sink_group
         if config.softmax_type == "learnable":
@@ -111,7 +112,7 @@ class TSPCoreAttention(MegatronModule):
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         mask = self._mask(packed_seq_params, query)
         of_heads = self._sinks(query)
-        out = self.attend.apply(query, key, value, of_heads, self.group, self.scale, mask)
+        out = self.attend.apply(query, key, value, of_heads, self.group, self.kernel, mask)
         return out.flatten(1) if flat else out.flatten(2)
 
     def _mask(self, packed: PackedSeqParams | None, query: Tensor) -> Mask:

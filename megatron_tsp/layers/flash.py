@@ -1,12 +1,6 @@
-"""The attention kernels: (out, lse) forward, and an exact backward under a given lse.
+"""A softmax put together from tiles of its keys, by any of the kernels, and with sinks.
 
-Layout [B, H, s, d], any strides with the last dimension contiguous. Keys and values may have one
-head for all H query heads (grouped queries). `causal` needs as many queries as keys: query i sees
-keys 0 to i. No kernel ever holds an s x s tensor.
-
-The backward takes the out and the log-sum-exp of the *whole* softmax even when k and v are a part
-of its keys; then dq, dk and dv are this part's exact contributions (arXiv 2205.14135, 2310.01889).
-So a softmax can be put together from any tiles of its keys: `attend` and `attend_backward` do.
+Tensors as the kernels want them: [B, H, s, d], keys and values with H heads or one.
 """
 
 from collections.abc import Iterable
@@ -14,52 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megatron_tsp.layers.kernels import Kernel
 from megatron_tsp.layers.mask import Tile
-
-_aten = torch.ops.aten
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale·q·kᵀ)·v and its log-sum-exp.
-
-    Args:
-        q: [B, H, sq, d]. k, v: [B, H or 1, sk, d], the dtype of q.
-
-    Returns:
-        out [B, H, sq, d] in q's dtype; lse [B, H, sq], fp32 (fp64 for fp64).
-    """
-    k, v = _for_all_heads(k, q), _for_all_heads(v, q)
-    if q.is_cuda:
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-        return out, lse
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), shaped as q, k and v: dk and dv are summed over the heads that share them."""
-    wide_k, wide_v = _for_all_heads(k, q), _for_all_heads(v, q)
-    if q.is_cuda:
-        no_dropout = torch.zeros((), dtype=torch.int64)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            dout, q, wide_k, wide_v, out, lse.contiguous(), None, None, q.size(2), k.size(2),
-            0.0, causal, no_dropout, no_dropout, scale=scale,
-        )  # fmt: skip
-    else:
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, wide_k, wide_v, out, lse, 0.0, causal, scale=scale
-        )
-    if k.size(1) != q.size(1):
-        dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
-    return dq, dk, dv
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,16 +23,12 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     return merged.add_(more * (more_lse - whole).exp_().unsqueeze(-1)), whole
 
 
-def _for_all_heads(kv: Tensor, q: Tensor) -> Tensor:
-    return kv.expand(-1, q.size(1), -1, -1)
-
-
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     tiles: Iterable[Tile],
-    scale: float,
+    kernel: Kernel,
     so_far: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The softmax of queries over the keys in `tiles`, merged with what it is `so_far`.
@@ -98,7 +44,7 @@ def attend(
     out, lse = so_far or (None, None)
     for tile in tiles:
         queries, keys = _cut(q, tile, tile.queries), (_cut(t, tile, tile.keys) for t in (k, v))
-        part = [_uncut(t, tile) for t in forward(queries, *keys, tile.kind != "full", scale)]
+        part = [_uncut(t, tile) for t in kernel.forward(queries, *keys, tile.kind != "full")]
         if part[0].shape == q.shape:
             out, lse = part if out is None else merge(out, lse, *part)
             continue
@@ -123,7 +69,7 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     tiles: Iterable[Tile],
-    scale: float,
+    kernel: Kernel,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -135,7 +81,7 @@ def attend_backward(
     for tile in tiles:
         rows = [_cut(t, tile, tile.queries) for t in (dout, q, out, lse)]
         keys = [_cut(t, tile, tile.keys) for t in (k, v)]
-        grads = backward(*rows[:2], *keys, *rows[2:], tile.kind != "full", scale)
+        grads = kernel.backward(*rows[:2], *keys, *rows[2:], tile.kind != "full")
         places = tile.queries, tile.keys, tile.keys
         for total, grad, at in zip((dq, dk, dv), grads, places, strict=True):
             _of(total, tile, at).add_(_uncut(grad, tile))

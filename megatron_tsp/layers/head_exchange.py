@@ -22,9 +22,9 @@ class ExchangedHeads(torch.autograd.Function):
     """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d]; arguments as `GatheredKV`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, scale, mask):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        ctx.group, ctx.size, ctx.scale, ctx.kv_heads = group, size, scale, k.size(2)
+        ctx.group, ctx.size, ctx.kernel, ctx.kv_heads = group, size, kernel, k.size(2)
         ctx.mine = slice(rank * q.size(2) // size, (rank + 1) * q.size(2) // size)
         with label("attention"):
             mine = [
@@ -32,7 +32,7 @@ class ExchangedHeads(torch.autograd.Function):
             ]
             whole = Span(0, mine[0].size(0))
             ctx.tiles = mask.tiles(whole, [whole])
-            out, lse = flash.attend(*_as_kernels(*mine), ctx.tiles, scale)
+            out, lse = flash.attend(*_as_kernels(*mine), ctx.tiles, kernel)
             if sinks is not None:
                 out, lse = flash.with_sinks(out, lse, _of_heads(sinks[ctx.mine], mine[1]))
             out = _as_tokens(out.to(q.dtype), mine[0].shape)
@@ -48,7 +48,7 @@ class ExchangedHeads(torch.autograd.Function):
             grads = [torch.zeros_like(t) for t in (q, k, v)]
             dout, out = (_as_kernels(t, k, v)[0] for t in (dout, out))
             flash.attend_backward(
-                dout, *_as_kernels(q, k, v), out, lse, ctx.tiles, ctx.scale, *_as_kernels(*grads)
+                dout, *_as_kernels(q, k, v), out, lse, ctx.tiles, ctx.kernel, *_as_kernels(*grads)
             )
             dq, dk, dv = (_to_tokens(t, ctx.size, ctx.group) for t in grads)
         dsinks = None

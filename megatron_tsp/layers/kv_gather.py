@@ -127,16 +127,16 @@ class GatheredKV(torch.autograd.Function):
     Args:
         sinks: [n], one more logit of each head, with value 0; or None.
         group: the ranks over which the sequence is spread; None is one rank.
-        scale: of the logits.
+        kernel: the attention kernel, with its scale of the logits.
         mask: what a query sees.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, scale, mask):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         layout = _Layout(size, rank, q.size(0) // (1 if size == 1 else 2))
         tiles = layout.tiles(mask)
-        ctx.layout, ctx.tiles, ctx.scale, ctx.group = layout, tiles, scale, group
+        ctx.layout, ctx.tiles, ctx.kernel, ctx.group = layout, tiles, kernel, group
         v = v.contiguous()  # a view would keep the packed QKV alive until the backward
         exchange, groups = _Exchange(group, layout), _head_groups(k, size)
         rep = q.size(2) // k.size(2)
@@ -149,7 +149,7 @@ class GatheredKV(torch.autograd.Function):
                 lses.append(
                     _attend(
                         q[:, :, of_heads], local, whole, works, _of_heads(sinks, of_heads, k),
-                        target, tiles, scale,
+                        target, tiles, kernel,
                     )
                 )  # fmt: skip
         ctx.save_for_backward(q, k, v, sinks, out, torch.cat(lses))
@@ -178,7 +178,7 @@ class GatheredKV(torch.autograd.Function):
                     )
                     dsinks[of_heads] = dsink.view(k.size(1), -1).sum(0)
                 dwhole = _attend_backward(
-                    *slices, local, whole, works, of_lse, target, layout, ctx.tiles, ctx.scale
+                    *slices, local, whole, works, of_lse, target, layout, ctx.tiles, ctx.kernel
                 )
                 if leaving is not None:
                     _unpack(*leaving, dk, dv)
@@ -222,17 +222,17 @@ def _of_heads(sinks: Tensor | None, heads: slice, k: Tensor) -> Tensor | None:
     return sinks[heads].view(-1, rep).repeat(k.size(1), 1)
 
 
-def _attend(queries, local, whole, works, sinks, target, tiles, scale) -> Tensor:
+def _attend(queries, local, whole, works, sinks, target, tiles, kernel) -> Tensor:
     """Write the attention of one head group into target [s/D, b, g, rep, d]; returns its lse."""
     kv_heads, batch = whole.size(2), whole.size(1)
     q = _by_query_group(queries, kv_heads)
     here, elsewhere = tiles
     # What is local comes first, before the gather is waited for.
     k, v = (_by_query_group(t, kv_heads) for t in local.unbind(3))
-    part = flash.attend(q, k, v, here, scale)
+    part = flash.attend(q, k, v, here, kernel)
     wait_all(works)
     k, v = (_by_query_group(t, kv_heads) for t in whole.unbind(3))
-    out, lse = flash.attend(q, k, v, elsewhere, scale, part)
+    out, lse = flash.attend(q, k, v, elsewhere, kernel, part)
     if sinks is not None:
         out, lse = flash.with_sinks(out, lse, sinks)
     target.copy_(_as_tokens(out, batch))
@@ -240,7 +240,7 @@ def _attend(queries, local, whole, works, sinks, target, tiles, scale) -> Tensor
 
 
 def _attend_backward(
-    dout, q, out, local, whole, works, lse, target, layout, tiles, scale
+    dout, q, out, local, whole, works, lse, target, layout, tiles, kernel
 ) -> Tensor:
     """Write dq of one head group into target; returns this rank's part of dK and dV, like whole."""
     kv_heads, batch = whole.size(2), whole.size(1)
@@ -250,7 +250,7 @@ def _attend_backward(
     def add(keys, dkeys, tiles):
         of_heads = (_by_query_group(t, kv_heads) for two in (keys, dkeys) for t in two.unbind(3))
         k, v, dk, dv = of_heads
-        flash.attend_backward(dout, q, k, v, out, lse, tiles, scale, dq, dk, dv)
+        flash.attend_backward(dout, q, k, v, out, lse, tiles, kernel, dq, dk, dv)
 
     add(local, dlocal, here)
     for chunk in layout.own():

@@ -24,20 +24,20 @@ class RingKV(torch.autograd.Function):
     """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d]; arguments as `GatheredKV`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, scale, mask):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask):
         k, v = k.contiguous(), v.contiguous()
         ring = Ring(group)  # its buffers go when the walk is done
         heads, so_far = _by_kv_head(q, k), None
         with block("attention"):
             for owner, kv in ring.forward((k, v)):
                 tiles, keys = _tiles(ring, owner, len(q), mask), (_by_kv_head(t, k) for t in kv)
-                so_far = flash.attend(heads, *keys, tiles, scale, so_far)
+                so_far = flash.attend(heads, *keys, tiles, kernel, so_far)
         out, lse = so_far
         if sinks is not None:
             out, lse = flash.with_sinks(out, lse, _of_heads(sinks, k))
         out = _by_token(out.to(q.dtype), q)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.group, ctx.scale, ctx.mask = group, scale, mask
+        ctx.group, ctx.kernel, ctx.mask = group, kernel, mask
         return out
 
     @staticmethod
@@ -51,7 +51,7 @@ class RingKV(torch.autograd.Function):
                 tiles, keys = _tiles(ring, owner, len(q), ctx.mask), [_by_kv_head(t, k) for t in kv]
                 dkv = [torch.zeros_like(t) for t in (k, v)]
                 into = (_by_kv_head(t, k) for t in dkv)
-                flash.attend_backward(dout, heads, *keys, out, lse, tiles, ctx.scale, dq, *into)
+                flash.attend_backward(dout, heads, *keys, out, lse, tiles, ctx.kernel, dq, *into)
                 for index, dkeys in enumerate(dkv):
                     grads.add(index, dkeys)
         dsinks = None

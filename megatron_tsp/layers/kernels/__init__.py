@@ -1,0 +1,99 @@
+"""The attention kernels, behind one interface: (out, lse) forward, backward under a given lse.
+
+Layout [B, H, s, d], any strides with the last dimension contiguous. Keys and values may have one
+head for all H query heads (grouped queries). `causal` needs as many queries as keys: query i sees
+keys 0 to i. No kernel ever holds an s x s tensor.
+
+The backward takes the out and the log-sum-exp of the *whole* softmax even when k and v are a part
+of its keys; then dq, dk and dv are this part's exact contributions (arXiv 2205.14135, 2310.01889).
+
+`choose` follows Megatron's --attention-backend and --flash-attention-version. What is asked for and
+not there is an error, not another kernel.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_tsp.errors import TSPError
+from megatron_tsp.layers.kernels import flash_attn
+from megatron_tsp.layers.kernels.of_torch import Cudnn, TorchFlash
+
+
+class Kernel(Protocol):
+    """One kernel, with its scale of the logits."""
+
+    def __init__(self, scale: float): ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """softmax(scale·q·kᵀ)·v and its log-sum-exp.
+
+        Args:
+            q: [B, H, sq, d]. k, v: [B, H or 1, sk, d], the dtype of q.
+
+        Returns:
+            out [B, H, sq, d] in q's dtype; lse [B, H, sq], fp32 (fp64 for fp64).
+        """
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), shaped as q, k and v: dk and dv are summed over heads that share them."""
+        ...
+
+
+def choose(backend: str = "auto", version: int | None = None, gpu: bool | None = None) -> type:
+    """The kernel's class.
+
+    Args:
+        backend: "auto": PyTorch's flash attention; "flash": flash-attn 3 or 2 where one is
+            installed, else PyTorch's; "fused": cuDNN's fused attention, as PyTorch has it.
+        version: of flash-attn, 2 or 3: that one.
+        gpu: whether the tensors are on one; None: whether there is one.
+
+    Raises:
+        TSPError: the kernel is not there, by the flag that asks for it.
+    """
+    gpu = torch.cuda.is_available() if gpu is None else gpu
+    if version is not None:
+        flag = f"--flash-attention-version {version}"
+        if backend not in ("auto", "flash"):
+            raise TSPError(f"{flag} contradicts --attention-backend {backend}; drop one of them")
+        return flash_attn.kernel(version, flag, gpu)
+    if backend == "fused":
+        if not gpu or not torch.backends.cudnn.is_available() or torch.version.hip:
+            raise TSPError(
+                "--attention-backend fused needs cuDNN and its GPU; elsewhere use auto or flash"
+            )
+        return Cudnn
+    if backend == "flash" and gpu:
+        return flash_attn.newest() or TorchFlash
+    if backend in ("auto", "flash"):
+        return TorchFlash
+    raise TSPError(
+        f"--attention-backend {backend} builds scores of s x s; use auto, flash or fused"
+    )
+
+
+def check_shapes(channels: int, half: bool) -> None:
+    """What every kernel asks of the model on a GPU.
+
+    Args:
+        channels: of a head.
+        half: whether the model is in bf16 or fp16.
+
+    Raises:
+        TSPError: the kernels do not take such heads, or such a dtype.
+    """
+    if not half:
+        raise TSPError(
+            "attention kernels on a GPU take bf16 or fp16, and the model is in fp32: pass --bf16"
+        )
+    if channels % 8 or channels > 256:
+        near = min(max(8, (channels + 4) // 8 * 8), 256)
+        raise TSPError(
+            f"attention kernels on a GPU take heads of a multiple of 8 channels, up to 256, not "
+            f"{channels}: set --kv-channels, the nearest is {near}"
+        )
