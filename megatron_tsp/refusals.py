@@ -226,8 +226,11 @@ def refuse(settings) -> None:
     for refusal in REFUSED:
         value = getattr(settings, refusal.dest, None)
         value = getattr(value, "name", value)  # of an enum
-        wrong = [v for v in (value if isinstance(value, list) else [value])
-                 if v and v not in refusal.carried]
+        wrong = [
+            v
+            for v in (value if isinstance(value, list) else [value])
+            if v and v not in refusal.carried
+        ]
         if wrong:
             shown = "" if value is True else " " + " ".join(map(str, wrong))
             raise TSPError(f"{refusal.flag}{shown} does not work with --tsp-size: {refusal.reason}")

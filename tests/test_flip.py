@@ -400,6 +400,7 @@ def test_a_damaged_script_is_flipped_rightly_or_refused(script, data, launchers)
     at = data.draw(st.integers(0, len(script)))
     end = data.draw(st.integers(at, min(at + 3, len(script))))
     script = script[:at] + data.draw(st.sampled_from(list("'\"\\$#(){}; \n-="))) + script[end:]
+    assume("$$" not in script and "$!" not in script)  # differ from run to run
     try:
         flipped = flip(script.encode())
     except TSPError:

@@ -1,4 +1,4 @@
-"""The one place where TSP reaches into Megatron's `pretrain`: groups made along with Megatron's."""
+"""Where TSP reaches into Megatron's `pretrain`: groups made along with Megatron's; records."""
 
 from argparse import Namespace
 from datetime import timedelta
@@ -8,6 +8,20 @@ from megatron.core import parallel_state as mpu
 from megatron.training import print_rank_0
 
 from megatron_tsp import arguments, parallel_state
+
+
+def switch_on(args: Namespace) -> None:
+    """What the flags ask for beside the model, just before `pretrain` is called."""
+    if args.tsp_size is not None:
+        install(args)
+    if args.tsp_log_traffic:
+        from megatron_tsp.training import log_traffic
+
+        log_traffic.install(args.log_interval)
+    if args.tsp_record:
+        from megatron_tsp.training import record
+
+        record.install(args.tsp_record)
 
 
 def install(args: Namespace) -> None:

@@ -33,7 +33,7 @@ def run(argv=None, program_start=None, model="gpt") -> None:
     from megatron.training import pretrain, print_rank_0, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_tsp.training import gpt
+    from megatron_tsp.training import gpt, hooks
     from megatron_tsp.wheel import fill_gaps
 
     fill_gaps()
@@ -44,18 +44,7 @@ def run(argv=None, program_start=None, model="gpt") -> None:
 
     models = importlib.import_module(f"megatron_tsp.models.{model}")
     config = pretrain_cfg_container_from_args(args, models.model_config_from_args(args))
-    if args.tsp_size is not None:
-        from megatron_tsp.training import hooks
-
-        hooks.install(args)
-    if args.tsp_log_traffic:
-        from megatron_tsp.training import log_traffic
-
-        log_traffic.install(args.log_interval)
-    if args.tsp_record:
-        from megatron_tsp.training import record
-
-        record.install(args.tsp_record)
+    hooks.switch_on(args)
     pretrain(
         config,
         gpt.datasets,
