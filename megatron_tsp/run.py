@@ -32,7 +32,6 @@ def run(script: str = "", *flags: str) -> None:
         TSPError: there is no such script, its Megatron is not known, it does not train in the way
             that is hooked, or TSP does not carry a setting.
     """
-    from megatron_tsp import cpu, wheel
     from megatron_tsp.errors import TSPError
     from megatron_tsp.training import script as scripts
 
@@ -42,10 +41,7 @@ def run(script: str = "", *flags: str) -> None:
             "such as /path/to/Megatron-LM/pretrain_gpt.py"
         )
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as python does
-    scripts.check_version(script)
-    hooks = scripts.Hooks(on_cpu=cpu.engage())
-    wheel.fill_gaps()
-    hooks.install()
+    hooks = scripts.prepare(script)
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
     if not hooks.started and any(flag.startswith("--tsp-") for flag in flags):

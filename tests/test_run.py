@@ -52,6 +52,7 @@ def test_a_script_of_its_own_trains_as_our_entry_to_the_bit(tmp_path, world, fla
         ("--own-flag config", "asks for a model config of its own (model_config_cls)"),
         ("--own-flag nothing", "ended without a call of Megatron's pretrain"),
         ("--tp-comm-overlap", "--tp-comm-overlap does not work with --tsp-size"),
+        ("--logits-load-dir x", "--logits-load-dir is not carried with --tsp-size"),
         ("--reset-attention-mask", "--reset-attention-mask works in megatron_tsp.pretrain_gpt on"),
     ],
 )

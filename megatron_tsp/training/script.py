@@ -17,6 +17,8 @@ from megatron_tsp.errors import TSPError
 #: Versions of Megatron whose `pretrain` is known here, as (major, minor).
 KNOWN = ((0, 19),)
 
+_installed = None  # the hooks of this process
+
 # dest: flag. Their batches are made by the script.
 _PACKED = {
     "reset_attention_mask": "--reset-attention-mask",
@@ -49,16 +51,46 @@ def check_version(script: str) -> None:
         )
 
 
+def install(script: str) -> "Hooks":
+    """Hook the calls of `script`, before it imports them; a user's error ends the process.
+
+    This is what a patched Megatron-LM calls at the top of its training scripts.
+    """
+    from megatron_tsp.training.main import exit_with
+
+    try:
+        hooks = prepare(script)
+    except TSPError as error:
+        exit_with(error)
+    hooks.exits = True
+    return hooks
+
+
+def prepare(script: str) -> "Hooks":
+    """As `install`; a user's error raises `TSPError`, here and later."""
+    global _installed
+    if _installed is None:  # megatron_tsp.run and a patched script both ask for it
+        from megatron_tsp import wheel
+
+        check_version(script)
+        hooks = Hooks(on_cpu=cpu.engage())
+        wheel.fill_gaps()
+        hooks.install()
+        _installed = hooks
+    return _installed
+
+
 class Hooks:
     """TSP in the calls of a training script.
 
     Attributes:
         on_cpu: whether CPU mode is on; its flags are then the defaults.
         started: whether the script has called `pretrain`.
+        exits: whether a user's error ends the process, with one message, or is raised.
     """
 
     def __init__(self, on_cpu: bool):
-        self.on_cpu, self.started = on_cpu, False
+        self.on_cpu, self.started, self.exits = on_cpu, False, False
         self._flags: dict[str, str] = {}  # Megatron's, each with its dest
 
     def install(self) -> None:
@@ -69,13 +101,33 @@ class Hooks:
 
         from megatron_tsp.models import gpt, hybrid
 
-        _hook(megatron_arguments, "parse_args", self._parse)
-        _hook(megatron_arguments, "validate_args", self._validate)
-        _hook(argument_utils, "gpt_config_from_args", _configure(gpt.model_config_from_args))
+        gpt_config = _configure(gpt.model_config_from_args)
         hybrid_config = _configure(hybrid.model_config_from_args)
-        _hook(argument_utils, "hybrid_config_from_args", hybrid_config)
-        _hook(training, "pretrain", self._pretrain)
+        self._hook(megatron_arguments, "parse_args", self._parse)
+        self._hook(megatron_arguments, "validate_args", self._validate)
+        self._hook(argument_utils, "gpt_config_from_args", gpt_config)
+        self._hook(argument_utils, "hybrid_config_from_args", hybrid_config)
+        self._hook(training, "pretrain", self._pretrain)
         megatron.training.pretrain = training.pretrain
+
+    def _hook(self, owner, name: str, hook) -> None:
+        """Call `hook(original, ...)` where `owner.name(...)` was called."""
+        original = getattr(owner, name, None)
+        if original is None:
+            raise TSPError(f"this Megatron has no {owner.__name__}.{name}, which is hooked")
+
+        @wraps(original)
+        def hooked(*args, **keywords):
+            try:
+                return hook(original, *args, **keywords)
+            except TSPError as error:
+                if not self.exits:
+                    raise
+                from megatron_tsp.training.main import exit_with
+
+                exit_with(error)
+
+        setattr(owner, name, hooked)
 
     def _parse(self, parse_args, extra_args_provider=None, *rest, **keywords) -> Namespace:
         def add_flags(parser):
@@ -91,9 +143,15 @@ class Hooks:
         return args
 
     def _validate(self, validate_args, args: Namespace, *rest, **keywords):
+        from megatron_tsp.training.gpt import NOT_CARRIED
+
         arguments.translate(args, sys.argv[1:], self._flags)
+        ours = args.tsp_size is not None or args.tsp_baseline_core
+        for dest, flag in NOT_CARRIED.items():
+            if ours and getattr(args, dest, None):
+                raise TSPError(f"{flag} is not carried with --tsp-size or --tsp-baseline-core")
         for dest, flag in _PACKED.items():
-            if getattr(args, dest) and (args.tsp_size is not None or args.tsp_baseline_core):
+            if ours and getattr(args, dest, None):
                 raise TSPError(
                     f"{flag} works in megatron_tsp.pretrain_gpt only: batches of Megatron's own "
                     "scripts do not say where documents begin in the way that TSP's attention "
@@ -120,19 +178,6 @@ class Hooks:
             )
         hooks.switch_on(args)
         return pretrain(config, *rest, **keywords)
-
-
-def _hook(owner, name: str, hook) -> None:
-    """Call `hook(original, ...)` where `owner.name(...)` was called."""
-    original = getattr(owner, name, None)
-    if original is None:
-        raise TSPError(f"this Megatron has no {owner.__name__}.{name}, which megatron-tsp hooks")
-
-    @wraps(original)
-    def hooked(*args, **keywords):
-        return hook(original, *args, **keywords)
-
-    setattr(owner, name, hooked)
 
 
 def _configure(ours):
