@@ -91,10 +91,17 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path):
         ("hybrid", "--tsp-size 1", "needs --hybrid-layer-pattern"),
         ("hybrid", "--hybrid-layer-pattern *-", "pass --tsp-size D or --tsp-baseline-core"),
         ("gpt", "--hybrid-layer-pattern *-*-", "use megatron_tsp.pretrain_hybrid"),
-        ("hybrid", "--tsp-size 1 --hybrid-layer-pattern *-*E --pipeline-model-parallel-size 2 "
-         "--num-experts 4 --moe-aux-loss-coeff 0.1", "a pipeline rank has no expert layer (E)"),
-        ("hybrid", "--tsp-size 1 --hybrid-layer-pattern *- --reset-attention-mask",
-         "--reset-attention-mask does not work with --hybrid-layer-pattern"),
+        (
+            "hybrid",
+            "--tsp-size 1 --hybrid-layer-pattern *-*E --pipeline-model-parallel-size 2 "
+            "--num-experts 4 --moe-aux-loss-coeff 0.1",
+            "a pipeline rank has no expert layer (E)",
+        ),
+        (
+            "hybrid",
+            "--tsp-size 1 --hybrid-layer-pattern *- --reset-attention-mask",
+            "--reset-attention-mask does not work with --hybrid-layer-pattern",
+        ),
         ("hybrid", "--logits-load-dir x", "pretrain_hybrid does not carry --logits-load-dir"),
     ],
 )

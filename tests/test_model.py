@@ -37,8 +37,13 @@ MODELS = {
     ),
     "window-sinks-gate": (
         dict(
-            num_query_groups=12, window_size=(10, 0), window_attn_skip_freq=2, no_rope_freq=[0, 1],
-            softmax_type="learnable", attention_output_gate=True, rotary_interleaved=True,
+            num_query_groups=12,
+            window_size=(10, 0),
+            window_attn_skip_freq=2,
+            no_rope_freq=[0, 1],
+            softmax_type="learnable",
+            attention_output_gate=True,
+            rotary_interleaved=True,
         ),
         dict(position_embedding_type="rope"),
     ),  # fmt: skip

@@ -155,4 +155,3 @@ def test_a_run_flips_in_the_middle(reference, tmp_path, before, after):
         return assert_same(rest, expected)
     joined = [[*first[0], *next(rank for rank in rest if rank[0]["loss"] is not None)]]
     assert_same(joined, reference(MIXED))
-

@@ -1,18 +1,15 @@
 """`scripts/patch_megatron.sh`: on a checkout of the same form, and on Megatron-LM itself."""
 
-import json
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
+import checkout
 import pytest
-from training import TINY, grad_norms, losses
+from checkout import ROOT, needs_checkout
+from training import grad_norms, losses
 
-ROOT = Path(__file__).parents[1]
 SCRIPT = "scripts/patch_megatron.sh"
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 
 
 def git(folder, *words):
@@ -23,10 +20,10 @@ def git(folder, *words):
     return ended.stdout
 
 
-def state(checkout):
+def state(folder):
     """All tracked files and their content."""
-    names = git(checkout, "ls-files").split()
-    return {name: (checkout / name).read_bytes() for name in names}
+    names = git(folder, "ls-files", "-z").split("\0")[:-1]
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 @pytest.fixture
@@ -143,46 +140,19 @@ def test_shellcheck_is_content():
     subprocess.run(["shellcheck", ROOT / SCRIPT], check=True)
 
 
-@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no Megatron-LM checkout")
+@needs_checkout
 def test_megatron_lm_patched_is_our_entry_to_the_bit(tmp_path):
-    checkout = tmp_path / "Megatron LM"
-    git(tmp_path, "clone", "-q", CHECKOUT, str(checkout))
-    before = state(checkout)
-    subprocess.run([ROOT / SCRIPT, checkout], check=True)
-    environment = os.environ | {
-        "PYTHONPATH": f"{checkout}:{ROOT}",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-
-    def call(*words):
-        ended = subprocess.run(
-            [sys.executable, *words],
-            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        return ended.stdout
-
-    def train(name, *entry):
-        launch = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d".split()
-        flags = [
-            "--tsp-size",
-            "2",
-            *TINY,
-            "--train-iters",
-            "3",
-            "--tsp-record",
-            str(tmp_path / name),
-        ]
-        call(*launch, "--rdzv-endpoint", "localhost:0", *entry, *flags)
-        records = [(tmp_path / name / f"rank{r}.jsonl").read_text() for r in range(2)]
-        return [[json.loads(line) for line in record.splitlines()] for record in records]
-
+    megatron_lm = checkout.clone(tmp_path)
+    before = state(megatron_lm)
+    subprocess.run([ROOT / SCRIPT, megatron_lm], check=True)
     for script in ("pretrain_gpt.py", "pretrain_hybrid.py"):
-        assert "--tsp-size D" in call(checkout / script, "--help")
-    theirs = train("theirs", checkout / "pretrain_gpt.py")
-    ours = train("ours", "-m", "megatron_tsp.pretrain_gpt")
-    assert losses(theirs) == losses(ours) and len(losses(ours)) == 3
+        assert "--tsp-size D" in checkout.python(megatron_lm, megatron_lm / script, "--help")
+    flags = ["--tsp-size", "2"]
+    theirs = checkout.train(
+        megatron_lm, tmp_path / "theirs", megatron_lm / "pretrain_gpt.py", *flags
+    )
+    ours = checkout.train(megatron_lm, tmp_path / "ours", "-m", "megatron_tsp.pretrain_gpt", *flags)
+    assert losses(theirs) == losses(ours)
     assert grad_norms(theirs) == grad_norms(ours)
-    subprocess.run([ROOT / SCRIPT, "--revert", checkout], check=True)
-    assert state(checkout) == before
+    subprocess.run([ROOT / SCRIPT, "--revert", megatron_lm], check=True)
+    assert state(megatron_lm) == before

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkout
 import pytest
+from checkout import needs_checkout
 from ranks import RankFailed, run
-from training import TINY, _flags, _recorded, grad_norms, losses, train
+from training import _flags, _recorded, grad_norms, losses, train
 
 from megatron_tsp import run as entry
 from megatron_tsp.errors import TSPError
@@ -16,6 +18,7 @@ from megatron_tsp.training import script as scripts
 
 ROOT = Path(__file__).parents[1]
 OWN = str(Path(__file__).with_name("own_script.py"))
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel --tsp-baseline-core"
 TSP2 = "--tsp-size 2 --group-query-attention --num-query-groups 2"
 
 
@@ -29,20 +32,15 @@ def train_script(folder, world, flags):
     return run(_run_script, world, OWN, flags.split(), str(folder), timeout=180)
 
 
-@pytest.mark.parametrize(
-    ("world", "flags"), [(2, TSP2), (2, "--tensor-model-parallel-size 2 --sequence-parallel "
-                                        "--tsp-baseline-core")]
-)  # fmt: skip
-def test_a_script_of_its_own_trains_as_our_entry_to_the_bit(tmp_path, world, flags):
-    ours = train(tmp_path / "ours", world, flags)
-    theirs = train_script(tmp_path / "theirs", world, flags)
+@pytest.mark.parametrize("flags", [TSP2, TP_SP])
+def test_a_script_of_its_own_trains_as_our_entry_to_the_bit(tmp_path, flags):
+    ours = train(tmp_path / "ours", 2, flags)
+    theirs = train_script(tmp_path / "theirs", 2, flags)
     assert losses(theirs) == losses(ours)
     assert grad_norms(theirs) == grad_norms(ours)
     sent = [[step["bytes_by_group"] for step in rank] for rank in (ours[0], theirs[0])]
     assert sent[0] == sent[1] and any(sent[0])
-    # the twin: another parallelism would be seen in the bytes, another model in the losses
-    if "--tsp-size" in flags:
-        assert all("tsp-weights" in step for step in sent[1])
+    assert all(("tsp-weights" in step) == ("--tsp-size" in flags) for step in sent[1])
 
 
 @pytest.mark.parametrize(
@@ -93,39 +91,36 @@ def test_without_a_script_it_says_so(argv):
         entry.run(*argv)
 
 
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+@needs_checkout
+def test_megatron_lms_own_script_trains_as_our_entry_to_the_bit(tmp_path):
+    megatron_lm = checkout.clone(tmp_path)
+    script = megatron_lm / "pretrain_gpt.py"
+    for flags in (TSP2, TP_SP):
+        ours = ["-m", "megatron_tsp.pretrain_gpt", *flags.split()]
+        ours = checkout.train(megatron_lm, tmp_path / "ours", *ours)
+        theirs = ["-m", "megatron_tsp.run", script, *flags.split()]
+        theirs = checkout.train(megatron_lm, tmp_path / "theirs", *theirs)
+        assert losses(theirs) == losses(ours)
+        assert grad_norms(theirs) == grad_norms(ours)
+        assert [s["bytes_by_group"] for s in theirs[0]] == [s["bytes_by_group"] for s in ours[0]]
 
 
-def _torchrun(folder, words):
-    """Two ranks of a command of the user's, with the checkout's Megatron."""
-    environment = os.environ | {
-        "PYTHONPATH": f"{CHECKOUT}:{ROOT}",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *words]
-    command += [*TINY, "--train-iters", "3", "--tsp-record", str(folder)]
-    ended = subprocess.run(
-        command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=400
+@needs_checkout
+def test_megatron_lms_hybrid_script_trains_as_our_entry_to_the_bit(tmp_path):
+    megatron_lm = checkout.clone(tmp_path)
+    flags = [*TSP2.split(), "--hybrid-layer-pattern", "*-"]
+    ours = checkout.train(
+        megatron_lm, tmp_path / "ours", "-m", "megatron_tsp.pretrain_hybrid", *flags
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    import json
-
-    return [
-        [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
-        for rank in range(2)
-    ]
-
-
-@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no Megatron-LM checkout")
-@pytest.mark.parametrize("flags", [TSP2, "--tensor-model-parallel-size 2 --sequence-parallel "
-                                         "--tsp-baseline-core"])  # fmt: skip
-def test_megatron_lms_own_script_trains_as_our_entry_to_the_bit(tmp_path, flags):
-    words = flags.split()
-    ours = _torchrun(tmp_path / "ours", ["-m", "megatron_tsp.pretrain_gpt", *words])
-    script = f"{CHECKOUT}/pretrain_gpt.py"
-    theirs = _torchrun(tmp_path / "theirs", ["-m", "megatron_tsp.run", script, *words])
-    assert losses(theirs) == losses(ours) and len(losses(ours)) == 3
+    script = megatron_lm / "pretrain_hybrid.py"
+    theirs = checkout.train(
+        megatron_lm, tmp_path / "theirs", "-m", "megatron_tsp.run", script, *flags
+    )
+    assert losses(theirs) == losses(ours)
     assert grad_norms(theirs) == grad_norms(ours)
-    assert [s["bytes_by_group"] for s in theirs[0]] == [s["bytes_by_group"] for s in ours[0]]
+    assert git_is_clean(megatron_lm)
+
+
+def git_is_clean(folder):
+    command = ["git", "-C", folder, "status", "--porcelain"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""

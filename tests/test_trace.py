@@ -14,6 +14,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel --tsp-baseline-core"
 
+
 def _config(flags: str) -> Config:
     """TINY with `flags`, as an A/B configuration with one arm."""
     words = [*TINY, *SHAPE.split(), *flags.split()]
