@@ -15,6 +15,8 @@ from megatron_tsp.plan.model import Model
 
 #: Bytes of a statistic of a row: of a norm, of a softmax.
 STATISTIC = 4
+#: Tokens whose logits exist at a time in TSP's loss (`--tsp-loss-chunk`).
+LOSS_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,12 @@ def of_stage(model: Model, layout: Layout, stage: int = 0) -> Memory:
     states = (8 if model.adam else 4 * model.momentum) + (4 if model.element < 4 else 0)
     owners = layout.data * layout.context if layout.distributed_optimizer else 1
     layers = model.layers // layout.pipeline
-    ends = 0.0
-    if stage == 0:
-        ends += _embedding_saved(model, layout)
-    if stage == layout.pipeline - 1:
-        ends += _loss_saved(model, layout)
     return Memory(
         parameters=count * model.element,
         gradients=count * traffic.WIDE,
         optimizer=count * states / owners,
         buffers=buffers(model, layout, stage),
-        activations=in_flight(model, layout, stage) * (layers * saved(model, layout) + ends),
+        activations=in_flight(model, layout, stage) * layers * saved(model, layout),
         transient=transient(model, layout, stage),
     )
 
@@ -118,19 +115,6 @@ def _mlp_saved(model: Model) -> float:
     return kept
 
 
-def _embedding_saved(model: Model, layout: Layout) -> float:
-    return 16 * _tokens(model, layout)
-
-
-def _loss_saved(model: Model, layout: Layout) -> float:
-    """The last norm's input and output; the softmax, where the logits are whole."""
-    tokens, hidden = _tokens(model, layout), model.hidden
-    kept = 2 * tokens * hidden * model.element
-    if not layout.fold:
-        kept += tokens * model.padded_vocab(layout.degree) * traffic.WIDE
-    return kept
-
-
 def buffers(model: Model, layout: Layout, stage: int = 0) -> float:
     """What is allocated once and kept: two slots a stream for shards, two for dW; Megatron's buffer
     for gathered activations."""
@@ -155,38 +139,60 @@ def buffers(model: Model, layout: Layout, stage: int = 0) -> float:
 
 
 def transient(model: Model, layout: Layout, stage: int = 0) -> float:
-    """The most that a block's forward or backward holds beside what is saved."""
-    tokens, element = _tokens(model, layout), model.element
-    unit = tokens * model.hidden * element
-    degree = layout.degree
-    if layout.fold:
-        hidden = tokens * (2 * model.fc1_width + 3 * model.ffn) / degree * element
-        dw = (model.mlp_weights / degree) * traffic.dw_element(model)
-        mlp = 5 * unit + hidden + dw
-        kv = _kv_width(model, layout) * tokens * element
-        attention = 6 * unit + 6 * kv
-    else:
-        whole = unit * degree
-        mlp = 2 * whole + 2 * unit + tokens * 3 * model.fc1_width * element
-        attention = 2 * whole + 6 * unit
-    extra = 0.0
+    """The most that a block holds beside what is saved: in the loss, or in the backward of a layer."""
+    block = max(_mlp_backward(model, layout), _attention_backward(model, layout))
     if layout.recompute == "full":
-        extra = _layer_saved(model, layout) * layout.recompute_layers
-    elif layout.recomputes("mlp") and not layout.fold:
-        extra = _mlp_saved(model) * tokens * element
-    block = max(mlp, attention) + extra
+        # What the layers keep once they are computed again; x was kept before.
+        again = _layer_saved(model, layout) * layout.recompute_layers
+        block += again - saved(model, layout) * layout.recompute_layers
+        block += 3 * _unit(model, layout)
+        if not layout.fold:
+            block -= _tokens(model, layout) * model.ffn * model.element
     if stage == layout.pipeline - 1:
-        block = max(block, _loss_transient(model, layout))
+        block = max(block, _loss(model, layout))
     return block
 
 
-def _loss_transient(model: Model, layout: Layout) -> float:
-    tokens = _tokens(model, layout)
+def _mlp_backward(model: Model, layout: Layout) -> float:
+    unit, tokens = _unit(model, layout), _tokens(model, layout)
     if layout.fold:
-        chunk = min(1024, tokens)
-        logits = chunk * model.padded_vocab(layout.degree) / layout.degree
-        return 2 * tokens * model.hidden * model.element + logits * (traffic.WIDE + model.element)
-    return tokens * model.padded_vocab(layout.degree) * (traffic.WIDE + model.element)
+        dw = model.mlp_weights / layout.degree * traffic.dw_element(model)
+        # In the norm's backward three tensors are fp32; in the walk one shard's hidden features are
+        # alive, with their gradients.
+        in_norm = 5.5 * unit + 3 * tokens * model.hidden * traffic.WIDE
+        hidden = (2 * model.fc1_width + 3 * model.ffn) / layout.degree
+        return dw + max(in_norm, 4 * unit + tokens * hidden * model.element)
+    # The gradients of the activation's output and of its input, and one product.
+    features = 2 * model.ffn + model.fc1_width
+    if layout.recomputes("mlp"):
+        features += model.fc1_width
+    elif layout.recompute == "none":
+        features -= model.ffn  # the activation's output is let go
+    return 2 * unit + tokens * features * model.element
+
+
+def _attention_backward(model: Model, layout: Layout) -> float:
+    unit, tokens = _unit(model, layout), _tokens(model, layout)
+    heads = tokens * (model.q_width + 2 * _kv_width(model, layout)) * model.element
+    if layout.fold:
+        return 5 * unit + 2 * heads
+    return unit * (layout.degree + 3) + 3 * heads
+
+
+def _loss(model: Model, layout: Layout) -> float:
+    """The last norm's output, and the logits: a chunk of them, or all in fp32 and once more."""
+    tokens, vocab = _tokens(model, layout), model.padded_vocab(layout.degree)
+    logits = tokens * vocab * (traffic.WIDE + model.element)
+    if layout.fold:
+        chunk = min(LOSS_CHUNK, tokens)
+        logits = chunk * vocab / layout.degree * (2 * traffic.WIDE + model.element)
+        logits += vocab / layout.degree * model.hidden * traffic.dw_element(model)
+    return 2 * _unit(model, layout) + logits
+
+
+def _unit(model: Model, layout: Layout) -> float:
+    """Bytes of one [s/(C·D), b, h]."""
+    return _tokens(model, layout) * model.hidden * model.element
 
 
 def _tokens(model: Model, layout: Layout) -> float:

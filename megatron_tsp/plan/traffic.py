@@ -97,12 +97,14 @@ def weights(model: Model, layout: Layout, block: str) -> tuple[Transfer, Transfe
     )
 
 
-def activations(model: Model, layout: Layout, gathers: int, scatters: int) -> Transfers:
+def activations(
+    model: Model, layout: Layout, gathers: int, scatters: int, block: str = "mlp"
+) -> Transfers:
     """All-gathers and reduce-scatters of [s/C, b, h] over the tensor-parallel group."""
     whole = share(layout.degree) * tokens(model, layout) * model.hidden * model.element
     return [
-        Transfer("all_gather", "tp", "other", gathers * whole),
-        Transfer("reduce_scatter", "tp", "other", scatters * whole),
+        Transfer("all_gather", "tp", block, gathers * whole),
+        Transfer("reduce_scatter", "tp", block, scatters * whole),
     ]
 
 
@@ -136,14 +138,21 @@ def shared_heads(model: Model, layout: Layout) -> Transfers:
         return []
     width = model.q_width + 2 * model.kv_width
     whole = share(layout.degree) * tokens(model, layout) * width * model.element
-    return [Transfer(kind, "tp", "other", whole) for kind in ("all_gather", "reduce_scatter")]
+    return [
+        Transfer(kind, "tp", "attention", whole) for kind in ("all_gather", "reduce_scatter")
+    ]
 
 
 def forward(model: Model, layout: Layout) -> Transfers:
     """A layer's forward, for one micro-batch."""
     there, _ = exchange(model, layout)
     if not layout.fold:
-        return [*activations(model, layout, 2, 2), *shared_heads(model, layout)[:1], *there]
+        return [
+            *activations(model, layout, 1, 1, "attention"),
+            *shared_heads(model, layout)[:1],
+            *there,
+            *activations(model, layout, 1, 1),
+        ]
     return [
         weights(model, layout, "attention")[0],
         *there,
@@ -155,7 +164,12 @@ def backward(model: Model, layout: Layout) -> Transfers:
     """A layer's backward, without what is recomputed."""
     _, back = exchange(model, layout)
     if not layout.fold:
-        return [*activations(model, layout, 4, 2), *shared_heads(model, layout)[1:], *back]
+        return [
+            *activations(model, layout, 2, 1, "attention"),
+            *shared_heads(model, layout)[1:],
+            *back,
+            *activations(model, layout, 2, 1),
+        ]
     return [
         *weights(model, layout, "attention"),
         *back,
@@ -193,7 +207,7 @@ def streams_table(model: Model, layout: Layout) -> bool:
 def embedding(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
     """(forward, backward) of a micro-batch. Rows: as many as uniform token ids need."""
     if not layout.fold:
-        gathers, scatters = activations(model, layout, 1, 1)
+        gathers, scatters = activations(model, layout, 1, 1, "embedding")
         if model.learned_positions:  # Megatron adds them to whole tokens, then scatters
             scatters = scatters._replace(collective="all_reduce", sent=2 * scatters.sent)
         return [scatters], [gathers]
@@ -201,7 +215,7 @@ def embedding(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
         table, dw = weights(model, layout, "embedding")
         return [table], [dw]
     rows = Fraction(tokens(model, layout), layout.degree) * share(layout.degree)
-    sent = Transfer("all_to_all", "tp", "embedding", rows * model.hidden * model.element)
+    sent = Transfer("all_to_all", "tsp", "embedding", rows * model.hidden * model.element)
     return [sent], [sent]
 
 
@@ -210,10 +224,11 @@ def loss(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
     of_tokens = share(layout.degree) * tokens(model, layout) * WIDE
     if layout.fold:
         walk, dw = weights(model, layout, "loss")
-        return [walk, Transfer("all_gather", "tp", "loss", of_tokens)], [walk, dw]
+        return [walk, Transfer("all_gather", "tsp", "loss", of_tokens)], [walk, dw]
     # Largest logit, target logit and sum of exponentials are all-reduced.
-    reduced = Transfer("all_reduce", "tp", "other", 3 * 2 * of_tokens)
-    return [*activations(model, layout, 1, 0), reduced], activations(model, layout, 1, 1)
+    reduced = Transfer("all_reduce", "tp", "loss", 3 * 2 * of_tokens)
+    there = activations(model, layout, 1, 0, "loss")
+    return [*there, reduced], activations(model, layout, 1, 1, "loss")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -252,6 +267,18 @@ def pipeline(model: Model, layout: Layout, stage: int) -> Transfers:
     return [Transfer("send", "pp", "other", sends * size)] if layout.pipeline > 1 else []
 
 
+def batch(model: Model, layout: Layout, stage: int) -> Transfers:
+    """A micro-batch's tokens, labels, positions (int64) and loss mask (fp32), from one rank of a
+    tensor-parallel group to the others."""
+    size = 0
+    if stage == 0:
+        size += 8 + 8
+    if stage == layout.pipeline - 1:
+        size += 8 + 4
+    sent = share(layout.degree) * layout.micro_batch * model.sequence * size
+    return [Transfer("broadcast", "tsp" if layout.fold else "tp", "other", sent)]
+
+
 def gradients(model: Model, layout: Layout, stage: int = 0) -> Transfers:
     """Once a step: sums of gradients over ranks, and parameters back from the optimizer's shards.
 
@@ -259,7 +286,7 @@ def gradients(model: Model, layout: Layout, stage: int = 0) -> Transfers:
     """
     sent = []
     small = 2 * share(layout.degree) * _replicated(model, layout, stage) * WIDE
-    sent.append(Transfer("all_reduce", "tp", "other", small))
+    sent.append(Transfer("all_reduce", "tsp" if layout.fold else "tp", "other", small))
     ranks = layout.data * layout.context
     whole = share(ranks) * parameters(model, layout, stage)
     if layout.distributed_optimizer:
@@ -280,14 +307,14 @@ def step(model: Model, layout: Layout, stage: int = 0) -> Transfers:
     once = [
         *forward(model, layout), *backward(model, layout), *recompute(model, layout)
     ]  # fmt: skip
-    batch = [t._replace(sent=t.sent * layers) for t in once]
+    each = [t._replace(sent=t.sent * layers) for t in once] + batch(model, layout, stage)
     if stage == 0:
-        batch += [t for half in embedding(model, layout) for t in half]
+        each += [t for half in embedding(model, layout) for t in half]
     if stage == layout.pipeline - 1:
-        batch += [t for half in loss(model, layout) for t in half]
-    batch += pipeline(model, layout, stage)
+        each += [t for half in loss(model, layout) for t in half]
+    each += pipeline(model, layout, stage)
     return [
-        *(t._replace(sent=t.sent * micro) for t in batch), *gradients(model, layout, stage)
+        *(t._replace(sent=t.sent * micro) for t in each), *gradients(model, layout, stage)
     ]  # fmt: skip
 
 

@@ -78,6 +78,7 @@ class Work:
         return {
             "tsp-weights": (layout.degree, 1),
             "tp": (layout.degree, 1),
+            "tsp": (layout.degree, 1),
             "tsp-kv": (inner, 1),
             "cp": (layout.context, layout.degree),
             "dp-cp": (layout.data * layout.context, layout.degree),
