@@ -132,7 +132,7 @@ def _add_plan(commands) -> None:
         "and say why.",
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG.yaml", help="MODEL_ARGS, as for `megatron-tsp ab`")
+    add("config", metavar="CONFIG.yaml", nargs="?", help="MODEL_ARGS, as for `megatron-tsp ab`")
     add("--hardware", required=True, metavar="NAME|FILE.yaml", help="a machine's profile")
     add("--gpus", type=int, metavar="N", help="devices of the job (default: one node)")
     add("--seq-len", type=int, metavar="S", help="another sequence length, the same tokens a step")
@@ -140,12 +140,25 @@ def _add_plan(commands) -> None:
     add("--price", type=float, metavar="USD", help="of a device-hour, for tokens a dollar")
     add("--json", metavar="FILE", help="write all predictions there")
     add("--plot", metavar="FILE.png", help="write memory, tokens/s and the regions there")
+    add(
+        "--calibrate",
+        metavar="FILE.yaml",
+        help="measure this machine on --gpus ranks and write its profile; what is not measured "
+        "comes from --hardware",
+    )
     parser.set_defaults(run=_run_plan)
 
 
 def _run_plan(args) -> None:
     from megatron_tsp import plan
 
+    if args.calibrate:
+        plan.calibrate_to(args.calibrate, args.hardware, args.gpus)
+        if not args.config:
+            return
+        args.hardware = args.calibrate
+    if not args.config:
+        raise TSPError("megatron-tsp plan needs CONFIG.yaml, or --calibrate FILE.yaml")
     plan.main(
         args.config, args.hardware, args.gpus, args.seq_len, args.global_batch_tokens, args.price,
         args.json, args.plot,

@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from megatron_tsp import arguments, cli, plan
+from megatron_tsp.ab import arms
+from megatron_tsp.ab import config as config_module
 from megatron_tsp.errors import TSPError
 from megatron_tsp.plan import explain, hardware, prediction, present, search, traffic
 from megatron_tsp.plan.layout import Layout
@@ -159,26 +161,32 @@ def test_the_simulation_sends_what_the_closed_forms_say(layout, monkeypatch):
 # ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_searched_is_what_runs():
+def test_what_is_searched_is_what_runs(tmp_path):
     """The rules of `search.check` are those of `arguments`, for TSP."""
+    flags = config_module.read(_config(tmp_path)).model_args
+    parsed = vars(arms.check_flags(arms.Arm("any", 1, flags | {"--tsp-size": "2"})))
     draw, seen = random.Random(0), set()
-    for _ in range(300):
+    for _ in range(400):
         heads, channels = draw.choice([4, 6, 12, 16]), draw.choice([2, 3, 8])
         model = Model(
             layers=2, hidden=heads * channels, heads=heads, kv_heads=draw.choice([1, 2, 3, heads]),
             channels=channels, ffn=draw.choice([32, 36, 48]), gated=True, vocab=64,
-            sequence=draw.choice([16, 24, 30, 32]), global_batch=1,
+            sequence=draw.choice([16, 24, 30, 32, 48]), global_batch=1,
         )  # fmt: skip
-        layout = Layout(fold=True, degree=draw.choice([2, 3, 4, 6, 8]))
-        args = Namespace(
-            tsp_size=layout.degree, hidden_size=model.hidden, num_attention_heads=heads,
-            ffn_hidden_size=model.ffn, padded_vocab_size=None, num_query_groups=model.kv_heads,
-            group_query_attention=True, kv_channels=channels, seq_length=model.sequence,
-            context_parallel_size=1, tsp_attention_exchange="allgather", eod_mask_loss=False,
-            calculate_per_token_loss=False, tsp_blocks="all",
+        layout = Layout(
+            fold=True, degree=draw.choice([2, 3, 4, 6, 8]), context=draw.choice([1, 1, 2]),
+            exchange=draw.choice(["allgather", "alltoall"]),
+        )  # fmt: skip
+        args = parsed | dict(
+            tsp_size=layout.degree, tensor_model_parallel_size=layout.degree,
+            hidden_size=model.hidden, num_attention_heads=heads, ffn_hidden_size=model.ffn,
+            num_query_groups=model.kv_heads, group_query_attention=True, kv_channels=channels,
+            seq_length=model.sequence, context_parallel_size=layout.context,
+            tsp_attention_exchange=layout.exchange, world_size=layout.ranks,
+            padded_vocab_size=None,
         )  # fmt: skip
         try:
-            arguments._check_sizes(args)
+            arguments._check_sizes(Namespace(**args))
             runs = True
         except TSPError:
             runs = False

@@ -63,8 +63,31 @@ def main(
     if plot_path:
         from megatron_tsp.plan import plots
 
-        plots.write(plot_path, shape, gpus, now, profile, not refusal, _beside())
+        plots.write(plot_path, shape, now, profile, not refusal)
         print(f"wrote {plot_path}")
+
+
+def calibrate_to(path: str, machine: str, ranks: int | None) -> None:
+    """Measure this machine, write its profile, and say what was found.
+
+    Raises:
+        TSPError: as `calibrate.main` and `hardware.load`.
+    """
+    from megatron_tsp.plan import calibrate
+
+    calibrate.main(path, hardware.load(machine), ranks)
+    profile = hardware.load(path)
+    n = profile.numbers
+    print(
+        f"{profile.name}, {profile.devices_per_node} ranks: matrix products "
+        f"{n['matmul'] * 1e3:,.1f} GFLOP/s a rank, attention {n['attention_efficiency']:.0%} of "
+        f"that forward and {n['attention_backward_efficiency']:.0%} backward, memory "
+        f"{n['memory_bandwidth']:.1f} GB/s"
+    )
+    for kind, table in profile.measured.items():
+        pairs = [f"{r} ranks {b / 1e9:.3g} GB/s, {a * 1e6:.0f} us" for r, (a, b) in table.items()]
+        print(f"  {kind}: {'; '.join(pairs)}")
+    print(f"wrote {path}")
 
 
 def read(

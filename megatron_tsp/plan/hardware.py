@@ -118,11 +118,11 @@ class Hardware:
         """
         if ranks == 1 or not sent:
             return 0.0
-        if self.measured:
+        inside = self.neighbours(ranks, stride)
+        if self.measured and inside == ranks:
             latency, rate = _nearest(self.measured[collective], ranks)
             return latency + sent / rate
-        n, inside = self.numbers, self.neighbours(ranks, stride)
-        crosses = inside < ranks
+        n, crosses = self.numbers, inside < ranks
         rounds = 1 if collective in ("send", "all_to_all") else math.ceil(math.log2(ranks))
         latency = n["nic_latency" if crosses else "link_latency"] * 1e-6 * rounds
         link = n["link"] * 1e9 * n["link_efficiency"]

@@ -139,7 +139,7 @@ def buffers(model: Model, layout: Layout, stage: int = 0) -> float:
 
 
 def transient(model: Model, layout: Layout, stage: int = 0) -> float:
-    """The most that a block holds beside what is saved: in the loss, or in the backward of a layer."""
+    """The most that a block holds beside what is saved: in the loss or a layer's backward."""
     block = max(_mlp_backward(model, layout), _attention_backward(model, layout))
     if layout.recompute == "full":
         # What the layers keep once they are computed again; x was kept before.
@@ -158,10 +158,10 @@ def _mlp_backward(model: Model, layout: Layout) -> float:
     if layout.fold:
         dw = model.mlp_weights / layout.degree * traffic.dw_element(model)
         # In the norm's backward three tensors are fp32; in the walk one shard's hidden features are
-        # alive, with their gradients.
+        # alive, with their gradients, and the gradients of the shard before.
         in_norm = 5.5 * unit + 3 * tokens * model.hidden * traffic.WIDE
-        hidden = (2 * model.fc1_width + 3 * model.ffn) / layout.degree
-        return dw + max(in_norm, 4 * unit + tokens * hidden * model.element)
+        hidden = (3 * model.fc1_width + 4 * model.ffn) / layout.degree
+        return dw + max(in_norm, 5 * unit + tokens * hidden * model.element)
     # The gradients of the activation's output and of its input, and one product.
     features = 2 * model.ffn + model.fc1_width
     if layout.recomputes("mlp"):
@@ -185,7 +185,7 @@ def _loss(model: Model, layout: Layout) -> float:
     logits = tokens * vocab * (traffic.WIDE + model.element)
     if layout.fold:
         chunk = min(LOSS_CHUNK, tokens)
-        logits = chunk * vocab / layout.degree * (2 * traffic.WIDE + model.element)
+        logits = chunk * vocab / layout.degree * 2 * (traffic.WIDE + model.element)
         logits += vocab / layout.degree * model.hidden * traffic.dw_element(model)
     return 2 * _unit(model, layout) + logits
 

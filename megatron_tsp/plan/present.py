@@ -4,7 +4,8 @@ from argparse import Namespace
 from dataclasses import replace
 
 from megatron_tsp.errors import TSPError
-from megatron_tsp.plan.layout import CP_COMM_TYPES, Layout
+from megatron_tsp.options import CP_COMM_TYPES
+from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
 from megatron_tsp.plan.search import check
 
@@ -35,10 +36,9 @@ def from_args(args: Namespace, ranks: int) -> Layout:
         exchange = args.tsp_attention_exchange
     elif context > 1:
         kind = args.cp_comm_type[0]
-        names = {"all_gather": "allgather", "allgather": "allgather", "a2a": "alltoall"}
-        exchange = {"p2p": "ring", **names}.get(kind)
+        exchange = CP_COMM_TYPES.get(kind)
         if exchange is None:
-            priced = ", ".join(CP_COMM_TYPES.values())
+            priced = ", ".join(CP_COMM_TYPES)
             raise TSPError(f"--cp-comm-type {kind}: megatron-tsp plan prices {priced}")
     return Layout(
         fold=bool(args.tsp_size),

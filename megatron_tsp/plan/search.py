@@ -23,7 +23,7 @@ PROGRESS_AFTER = 2.0
 def check(model: Model, layout: Layout) -> str | None:
     """Why a layout does not run, or None: the rules of `megatron_tsp.arguments` and Megatron."""
     degree, heads, groups = layout.degree, model.heads, model.kv_heads
-    sizes = {"hidden": model.hidden, "heads": heads, "ffn": model.ffn}
+    sizes = {"heads": heads, "ffn": model.ffn}
     for name, size in sizes.items():
         if size % degree:
             return f"{name} {size} is not divisible by {degree}"

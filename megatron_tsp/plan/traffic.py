@@ -138,9 +138,7 @@ def shared_heads(model: Model, layout: Layout) -> Transfers:
         return []
     width = model.q_width + 2 * model.kv_width
     whole = share(layout.degree) * tokens(model, layout) * width * model.element
-    return [
-        Transfer(kind, "tp", "attention", whole) for kind in ("all_gather", "reduce_scatter")
-    ]
+    return [Transfer(kind, "tp", "attention", whole) for kind in ("all_gather", "reduce_scatter")]
 
 
 def forward(model: Model, layout: Layout) -> Transfers:
