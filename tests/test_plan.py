@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from ranks import run
 
 from megatron_tsp import arguments, cli, plan
 from megatron_tsp.ab import arms
 from megatron_tsp.ab import config as config_module
 from megatron_tsp.errors import TSPError
-from megatron_tsp.plan import explain, hardware, prediction, present, search, traffic
+from megatron_tsp.plan import calibrate, explain, hardware, prediction, present, search, traffic
 from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
 
@@ -234,6 +235,36 @@ def test_in_words():
     assert "tokens/USD" in explain.table(best[:2], 2.0)
     twice = explain.tokens_per_dollar(fold, 1.0), explain.tokens_per_dollar(fold, 2.0)
     assert twice[0] == 2 * twice[1]
+
+
+# ---------------------------------------------------------------------------------------------
+# Calibration
+# ---------------------------------------------------------------------------------------------
+
+
+def _measured():
+    calibrate.LONG_ENOUGH = 0.02
+    return calibrate.measure()
+
+
+def test_a_measured_machine_is_a_profile(tmp_path):
+    """Four gloo ranks: what they measure makes a profile that loads and predicts."""
+    measured = run(_measured, 4)
+    assert all(one == measured[0] for one in measured)
+    path = tmp_path / "here.yaml"
+    profile = calibrate.profile(hardware.load("cpu"), measured[0], 4)
+    path.write_text(yaml.safe_dump(profile))
+    here = hardware.load(str(path))
+    assert not here.overlap and here.precision == "fp32"
+    assert 0.1e9 < here.numbers["matmul"] * 1e12 < 1e13
+    assert set(here.measured) == set(hardware.COLLECTIVES)
+    assert all(set(table) == {2, 4} for table in here.measured.values())
+    small = replace(SEVEN_B, layers=2, hidden=256, heads=8, kv_heads=8, channels=32, ffn=1024)
+    small = replace(small, sequence=1024, global_batch=1, element=4)
+    fold = prediction.predict(small, Layout(fold=True, degree=4), here)
+    # The processor does the transfers: none is hidden.
+    assert fold.phase.waited["kv"] == pytest.approx(fold.phase.busy["kv"])
+    assert fold.step == pytest.approx(sum(fold.phase.busy.values()))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -55,12 +55,13 @@ def main(out: str, base: Hardware, ranks: int | None, entry: str = __name__) -> 
         if done.returncode or not result.exists():
             raise TSPError(f"--calibrate: a rank failed: {done.stderr.strip()[-2000:]}")
         measured = json.loads(result.read_text())
-    profile = _profile(base, measured, ranks)
-    _read(profile, out)  # what it writes, it can read
-    Path(out).write_text(yaml.safe_dump(profile, sort_keys=False, width=1000), encoding="utf-8")
+    made = profile(base, measured, ranks)
+    _read(made, out)  # what it writes, it can read
+    Path(out).write_text(yaml.safe_dump(made, sort_keys=False, width=1000), encoding="utf-8")
 
 
-def _profile(base: Hardware, measured: dict, ranks: int) -> dict:
+def profile(base: Hardware, measured: dict, ranks: int) -> dict:
+    """The content of a profile: what `measure` gave, and the rest from `base`."""
     source = f"measured on {measured['device']}, {ranks} ranks, by megatron-tsp plan --calibrate"
     numbers = {
         name: {"value": base.numbers[name], "source": base.sources[name]} for name in NUMBERS
@@ -100,6 +101,19 @@ def rank() -> None:
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
+    result = measure()
+    if dist.get_rank() == 0:
+        Path(os.environ[RESULT]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure() -> dict:
+    """What a profile has of this machine, as one rank of a process group; the same on all."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     collectives: dict[str, dict[int, list[float]]] = {kind: {} for kind in COLLECTIVES}
@@ -114,17 +128,13 @@ def rank() -> None:
         for kind in COLLECTIVES:
             collectives[kind][size] = _collective(kind, group, size, device)
         size *= 2
-    result = {
+    return {
         "device": torch.cuda.get_device_name() if on_gpu else _processor(),
         "precision": "bf16" if on_gpu else "fp32",
         "overlap": on_gpu,
         "numbers": _kernels(device, dtype),
         "collectives": collectives,
     }
-    if dist.get_rank() == 0:
-        Path(os.environ[RESULT]).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _kernels(device, dtype) -> dict[str, float]:

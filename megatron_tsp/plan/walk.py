@@ -36,8 +36,10 @@ class Walk:
         if self.size == 1:
             use()
             return
-        self._weights, self._dw, self._use = weights, dw, use
-        first, self.begun = self.begun or self._fetch(weights, schedule), None
+        self._use, self._summed = use, dw is not None
+        self._hop = self._seconds(weights, schedule)
+        self._sum = self._seconds(dw, schedule) if dw is not None else 0.0
+        first, self.begun = self.begun or self._send(self._hop), None
         walk = {"ring": self._ring, "broadcast": self._broadcast, "gather": self._gather}[schedule]
         if schedule == "ring" and dw is not None:
             walk = self._ring_backward
@@ -48,7 +50,7 @@ class Walk:
         for step in range(1, self.size):
             self.time.wait(arrival)
             if step < self.size - 1:
-                arrival = self._fetch(self._weights, "ring")
+                arrival = self._send(self._hop)
             else:
                 last()
             self._use()
@@ -59,25 +61,25 @@ class Walk:
             if step < self.size - 1:
                 self.time.wait(arrival)
                 if step < self.size - 2:
-                    arrival = self._fetch(self._weights, "ring")
+                    arrival = self._send(self._hop)
             else:
                 last()
             self.time.wait(sums)
             self._use()
             if step < self.size - 1:
-                sums = self._send(self._dw, self.size - 1)
+                sums = self._send(self._sum)
 
     def _broadcast(self, arrival: Event, last: Callable[[], None]) -> None:
         reduced = START
         for owner in range(self.size):
             self.time.wait(arrival)
             if owner < self.size - 1:
-                arrival = self._fetch(self._weights, "broadcast")
+                arrival = self._send(self._hop)
             else:
                 last()
             self._use()
-            if self._dw is not None:
-                reduced = self._send(self._dw, self.size)
+            if self._summed:
+                reduced = self._send(self._sum)
         self.time.wait(reduced)
 
     def _gather(self, arrival: Event, last: Callable[[], None]) -> None:
@@ -85,17 +87,17 @@ class Walk:
         last()
         for _ in range(self.size):
             self._use()
-        if self._dw is not None:
-            self.time.wait(self._send(self._dw, 1))
+        if self._summed:
+            self.time.wait(self._send(self._sum))
 
-    def _fetch(self, weights: traffic.Transfer, schedule: str) -> Event:
+    def _seconds(self, transfer: traffic.Transfer, schedule: str) -> float:
+        """Of one of the equal transfers that a walk makes."""
         parts = {"ring": self.size - 1, "broadcast": self.size, "gather": 1}
-        return self._send(weights, parts[schedule])
+        return self.work.seconds(transfer, parts[schedule])
 
-    def _send(self, transfer: traffic.Transfer, parts: int) -> Event:
-        seconds = self.work.seconds(transfer, parts)
+    def _send(self, seconds: float) -> Event:
         return self.time.transfer(seconds, "weights", self.time.issued())
 
     def _prefetch(self, then: Next | None) -> None:
         if then is not None:
-            self.begun = self._fetch(*then)
+            self.begun = self._send(self._seconds(*then))
