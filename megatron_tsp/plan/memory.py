@@ -4,7 +4,8 @@
 
 n_t = N/(C·D) are the tokens that a rank keeps between blocks, U = n_t·h elements. Saved a layer,
 per token: TSP x, q, k, v, the attention's output, x after attention (2h + 2q + 2kv); TP+SP both
-norms' outputs and the MLP's hidden activations as well; with full recompute x alone.
+norms' outputs and the MLP's hidden activations as well; with full recompute x alone. The transients
+are sums of the tensors alive at the moments at which the tracer finds the peak.
 """
 
 from dataclasses import dataclass
@@ -162,13 +163,14 @@ def _mlp_backward(model: Model, layout: Layout) -> float:
         in_norm = 5.5 * unit + 3 * tokens * model.hidden * traffic.WIDE
         hidden = (3 * model.fc1_width + 4 * model.ffn) / layout.degree
         return dw + max(in_norm, 5 * unit + tokens * hidden * model.element)
-    # The gradients of the activation's output and of its input, and one product.
-    features = 2 * model.ffn + model.fc1_width
+    # The gradients of the activation's output and of its input, and one product; of tensors of h
+    # features as many as are alive there.
+    features, units = 2 * model.ffn + model.fc1_width, 2.0
     if layout.recomputes("mlp"):
-        features += model.fc1_width
-    elif layout.recompute == "none":
-        features -= model.ffn  # the activation's output is let go
-    return 2 * unit + tokens * features * model.element
+        features, units = features + model.fc1_width, 8.2
+    elif layout.recompute != "full":
+        features, units = features - model.ffn, 6.2  # the activation's output is let go
+    return units * unit + tokens * features * model.element
 
 
 def _attention_backward(model: Model, layout: Layout) -> float:
@@ -180,14 +182,18 @@ def _attention_backward(model: Model, layout: Layout) -> float:
 
 
 def _loss(model: Model, layout: Layout) -> float:
-    """The last norm's output, and the logits: a chunk of them, or all in fp32 and once more."""
+    """The last norm's output and the logits: TSP, a chunk of them and of the one before; else all
+    of them, in fp32, with their copy in the parameters' dtype or what their gradients become."""
     tokens, vocab = _tokens(model, layout), model.padded_vocab(layout.degree)
-    logits = tokens * vocab * (traffic.WIDE + model.element)
+    unit, shard = _unit(model, layout), vocab / layout.degree * model.hidden
     if layout.fold:
-        chunk = min(LOSS_CHUNK, tokens)
-        logits = chunk * vocab / layout.degree * 2 * (traffic.WIDE + model.element)
-        logits += vocab / layout.degree * model.hidden * traffic.dw_element(model)
-    return 2 * _unit(model, layout) + logits
+        chunk = min(LOSS_CHUNK, tokens) * vocab / layout.degree
+        kept = 2 * chunk * (traffic.WIDE + model.element)
+        return 2 * unit + kept + shard * traffic.dw_element(model)
+    copy = model.element if model.element < traffic.WIDE else 0
+    forward = tokens * vocab * (traffic.WIDE + copy)
+    backward = tokens * vocab * traffic.WIDE + (layout.degree + 1) * unit + shard * model.element
+    return 2 * unit + max(forward, backward)
 
 
 def _unit(model: Model, layout: Layout) -> float:
