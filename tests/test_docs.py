@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tsp.refusals import REFUSED
+
 ROOT = Path(__file__).parents[1]
 DOCS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-ERRORS = ("TSPError", "ArmFailed")
+#: What the code calls to make a message of its own.
+ERRORS = ("TSPError", "ArmFailed", "RuntimeError", "TypeError")
 
 
 def plain(text):
@@ -47,9 +50,10 @@ def raised(source):
 
 
 def missing(texts, docs):
-    """The pieces, of those long enough to search for, that the documentation does not have."""
-    stripped = [plain(text).strip(" :;,.'()") for text in texts]
-    return [text for text in stripped if len(text) >= 12 and text not in docs]
+    """The clauses, of those long enough to search for, that the documentation does not have."""
+    clauses = [clause for text in texts for clause in re.split(r"[:;.] ", plain(text))]
+    stripped = [clause.strip(" :;,.'()") for clause in clauses]
+    return [clause for clause in stripped if len(clause) >= 12 and clause not in docs]
 
 
 def test_every_error_is_documented():
@@ -71,6 +75,16 @@ def test_every_error_is_documented():
                 ]
     assert seen > 150
     assert not unknown, "not in docs/errors.md or docs/troubleshooting.md:\n" + "\n".join(unknown)
+
+
+def test_every_refusal_is_documented():
+    docs = looked_up()
+    unknown = []
+    for refusal in REFUSED:
+        reason = refusal.reason.split(";")[0] if refusal.flag.startswith("--") else ""
+        if refusal.flag not in docs or plain(reason) not in docs:
+            unknown.append(f"{refusal.flag}: {refusal.reason}")
+    assert not unknown, "not in docs/errors.md:\n" + "\n".join(unknown)
 
 
 def test_an_undocumented_error_is_found():
