@@ -98,7 +98,10 @@ class Cluster:
         return "disabled" if int(re.search(r"(\d+)\.", version.stdout)[1]) >= 23 else "cgroup/v1"
 
     def _conf(self):
-        host, here = socket.gethostname(), self.folder
+        host, here = socket.gethostname().partition(".")[0], self.folder
+        # Ranks meet at a port that follows from the job's id: another cluster, in another worker
+        # of pytest, has other ids.
+        first_job = 1 + 30 * (os.getpid() % 600)
         control, *ports = _free_ports(1 + len(NODES))
         nodes = [
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i} Port={port} CPUs=2"
@@ -115,7 +118,7 @@ class Cluster:
             "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core",
             "SlurmdParameters=config_overrides",  # whatever CPUs there are
             "SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2",
-            "ReturnToService=2", "KillWait=5", *nodes,
+            f"FirstJobId={first_job}", "ReturnToService=2", "KillWait=5", *nodes,
             # A job in `urgent` takes the nodes from one in `main`, which gets SIGTERM 60 s before.
             "PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE",
             f"PartitionName=main Nodes={','.join(NODES)} Default=YES PriorityTier=1 GraceTime=60",
