@@ -6,10 +6,12 @@ import types
 import pytest
 import torch
 from layers_common import config, random, start
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from ranks import run
 
-from megatron_tsp import traffic
+from megatron_tsp import traffic, zigzag
+from megatron_tsp.layers.core_attention import TSPCoreAttention
 from megatron_tsp.layers.linear import TSPColumnParallelLinear, TSPRowParallelLinear
 from megatron_tsp.layers.mlp import TSPMLP
 from megatron_tsp.layers.norm import Normalize
@@ -86,6 +88,50 @@ def test_twin_in_the_parameters_dtype_it_does():
     options = TSPOptions(wide_grads=False)
     for small, large in zip(_error(2, options), _error(8, options), strict=True):
         assert large > 1.2 * small
+
+
+def _attention(degree, exchange):
+    """Each rank's output and gradients of attention in bf16, with logits around 100."""
+    group = start(degree)
+    part = (SEQ, 1, 8, 16)
+    q, k, v, dout = (random(*part, seed=seed).bfloat16() for seed in range(4))
+    local = [zigzag.take(t, 0, degree, group.rank()) for t in (100 * q, k, v, dout)]
+    leaves = [t.clone().requires_grad_() for t in local[:3]]
+    groups = type("Groups", (), {"cp": group, "tp": None})
+    settings = config(1, num_attention_heads=8, num_query_groups=8, kv_channels=16)
+    core = TSPCoreAttention(
+        settings, 1, AttnMaskType.causal, "self", pg_collection=groups, exchange=exchange
+    )
+    out = core(*leaves, None)
+    out.backward(local[3].flatten(2))
+    return [out.view_as(leaves[0]), *(t.grad for t in leaves)]
+
+
+def _attention_error(degree, exchange):
+    got = run(_attention, degree, degree, exchange)
+    q, k, v, dout = (
+        random(SEQ, 1, 8, 16, seed=seed).bfloat16().double().movedim(0, 2) for seed in range(4)
+    )
+    leaves = [t.requires_grad_() for t in ((100 * q).bfloat16().double(), k, v)]
+    scores = leaves[0] @ leaves[1].mT / 4
+    out = scores.masked_fill(torch.ones(SEQ, SEQ).triu(1).bool(), -torch.inf).softmax(-1)
+    out = out @ leaves[2]
+    out.backward(dout)
+    errors = []
+    for at, want in enumerate((out, *(t.grad for t in leaves))):
+        whole = zigzag.to_natural(torch.cat([rank[at] for rank in got]), 0, degree)
+        assert whole.isfinite().all()
+        want = want.movedim(2, 0)
+        errors.append(float((whole.double() - want).norm() / want.norm()))
+    return errors
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
+def test_large_logits_in_bf16_do_not_overflow_and_the_error_does_not_grow(exchange):
+    alone, many = _attention_error(1, exchange), _attention_error(8, exchange)
+    print(alone, many)
+    for small, large in zip(alone, many, strict=True):
+        assert large <= 1.2 * small + 1e-3, (alone, many)
 
 
 def _frozen():
