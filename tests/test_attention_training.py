@@ -21,7 +21,7 @@ MODELS = {
     "--position-embedding-type yarn --rotary-scaling-factor 4 "
     "--yarn-original-max-position-embeddings 16",
     "documents": f"{LLAMA} {SHORT} --softmax-type learnable",
-    "documents-by-token": f"{LLAMA} {SHORT} --calculate-per-token-loss",
+    "documents-by-token": f"{LLAMA} {SHORT} --softmax-type learnable --calculate-per-token-loss",
     "documents-learned-positions": f"{LLAMA} {SHORT} --reset-position-ids "
     "--position-embedding-type learned_absolute",
 }
