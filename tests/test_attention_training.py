@@ -1,11 +1,9 @@
 """What models do in attention: Megatron's `pretrain` with `--tsp-size`, against TP 1."""
 
 import json
-from functools import cache
 
 import pytest
-from test_training import LLAMA, LOAD, SAVE, TP_SP, ULP, _assert_same
-from training import train
+from training import LLAMA, TP_SP, ULP, assert_same, train
 
 from megatron_tsp import data
 from megatron_tsp.layers.mask import Mask
@@ -28,17 +26,6 @@ MODELS = {
 ALLTOALL = "--tsp-attention-exchange alltoall"
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """TP 1 by Megatron's own model, once for each set of flags."""
-
-    @cache
-    def get(flags):
-        return train(tmp_path_factory.mktemp("tp1"), 1, flags)
-
-    return get
-
-
 @pytest.mark.parametrize(
     ("name", "world", "flags"),
     [
@@ -55,21 +42,21 @@ def reference(tmp_path_factory):
 )
 def test_trains_as_at_tp_1(reference, tmp_path, name, world, flags):
     ranks = train(tmp_path, world, f"{MODELS[name]} {flags}")
-    _assert_same(ranks, reference(MODELS[name]), loss=2.5 * ULP)
+    assert_same(ranks, reference(MODELS[name]), loss=2.5 * ULP)
 
 
 def test_every_pipeline_stage_knows_the_documents(reference, tmp_path):
     """Stages draw other weights: start them from a checkpoint."""
     flags = MODELS["documents"]
-    saving = f"{flags} {SAVE.format(tmp_path)} --exit-interval 3"
+    saving = f"{flags} --save {tmp_path}/ckpt --save-interval 3 --exit-interval 3"
     train(tmp_path / "first", 1, saving, exits=True)
     rest = train(
         tmp_path / "rest", 4,
-        f"{flags} --tsp-size 2 --pipeline-model-parallel-size 2 {LOAD.format(tmp_path)} "
+        f"{flags} --tsp-size 2 --pipeline-model-parallel-size 2 --load {tmp_path}/ckpt "
         "--no-load-rng",
     )  # fmt: skip
     last = next(rank for rank in rest if rank[0]["loss"] is not None)
-    _assert_same([last], [reference(flags)[0][3:]])
+    assert_same([last], [reference(flags)[0][3:]])
 
 
 def _text(folder):
@@ -84,7 +71,7 @@ def test_inter_document_masking_is_the_reset_mask(reference, tmp_path):
     text = f"{LLAMA} {_text(tmp_path)}"
     expected = train(tmp_path / "tp1", 1, f"{text} --reset-attention-mask --reset-position-ids")
     packed = f"{text} --dataloader-inter-document-masking --tsp-size 2"
-    _assert_same(train(tmp_path / "tsp", 2, packed), expected, loss=2.5 * ULP)
+    assert_same(train(tmp_path / "tsp", 2, packed), expected, loss=2.5 * ULP)
 
 
 def _conversations(folder):
@@ -123,13 +110,13 @@ def test_packed_conversations_train_as_in_megatrons_own_layers(tmp_path):
     flags = f"{LLAMA} {_conversations(tmp_path)}"
     expected = train(tmp_path / "tp1", 1, f"{flags} --tsp-baseline-core")
     ranks = train(tmp_path / "tsp", 2, f"{flags} --tsp-size 2")
-    _assert_same(ranks, expected, loss=2.5 * ULP)
+    assert_same(ranks, expected, loss=2.5 * ULP)
 
 
 def test_qk_l2_norm(tmp_path):
     """Megatron's local layers ignore the flag; with our core's layer spec they honour it."""
     expected = train(tmp_path / "tp1", 1, "--qk-l2-norm --tsp-baseline-core")
-    _assert_same(train(tmp_path / "tsp", 2, "--qk-l2-norm --tsp-size 2"), expected, loss=2.5 * ULP)
+    assert_same(train(tmp_path / "tsp", 2, "--qk-l2-norm --tsp-size 2"), expected, loss=2.5 * ULP)
     without = train(tmp_path / "without", 1, "--tsp-baseline-core --train-iters 1")
     assert abs(without[0][0]["loss"] - expected[0][0]["loss"]) > 1e-4
 
@@ -142,4 +129,4 @@ def _one_document():
 def test_twin_that_forgets_the_documents_differs(reference, tmp_path):
     broken = train(tmp_path, 2, f"{MODELS['documents']} --tsp-size 2", before=_one_document)
     with pytest.raises(AssertionError):
-        _assert_same(broken, reference(MODELS["documents"]), loss=1e-3, grad_norm=1e-3)
+        assert_same(broken, reference(MODELS["documents"]), loss=1e-3, grad_norm=1e-3)
