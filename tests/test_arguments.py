@@ -1,9 +1,11 @@
 """The flags: what they imply, and what is refused, by name."""
 
 import argparse
+import re
 from collections import Counter
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -222,3 +224,16 @@ def test_options_that_do_not_exist_are_refused(chosen, message):
 def test_an_unknown_schedule_has_no_stream():
     with pytest.raises(TSPError, match="TSP schedule 'rings': not one of ring, broadcast, gather"):
         streaming.stream("rings", None)
+
+
+def test_the_page_of_flags_has_every_flag_with_its_default_and_values():
+    page = (Path(__file__).parents[1] / "docs" / "flags.md").read_text()
+    rows = dict(re.findall(r"^\| `(--tsp-[\w-]+)` \| (.*?) \|", page, re.MULTILINE))
+    parser = arguments.add_arguments(argparse.ArgumentParser(add_help=False))
+    assert set(rows) == {flag for action in parser._actions for flag in action.option_strings}
+    for action in parser._actions:
+        row = rows[action.option_strings[0]]
+        if "the same" not in row:
+            assert all(f"`{choice}`" in row for choice in action.choices or ())
+        if action.default:
+            assert re.search(rf"\(`?{action.default}`?\)", row), (action.dest, row)
