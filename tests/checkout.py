@@ -20,7 +20,9 @@ needs_checkout = pytest.mark.skipif(
 def clone(folder: Path) -> Path:
     """A clone of the checkout in `folder`, in a path with a blank; nothing is built in it yet."""
     path = folder / "Megatron LM"
-    subprocess.run(["git", "clone", "-q", CHECKOUT, path], check=True)
+    subprocess.run(
+        ["git", "-c", "advice.detachedHead=false", "clone", "-q", CHECKOUT, path], check=True
+    )
     return path
 
 

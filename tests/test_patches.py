@@ -23,7 +23,7 @@ def git(folder, *words):
 def state(folder):
     """All tracked files and their content."""
     names = git(folder, "ls-files", "-z").split("\0")[:-1]
-    return {name: (folder / name).read_bytes() for name in names}
+    return {n: (folder / n).read_bytes() for n in names if (folder / n).is_file()}
 
 
 @pytest.fixture

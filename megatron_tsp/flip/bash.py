@@ -9,6 +9,7 @@ from megatron_tsp.flip import settings
 from megatron_tsp.flip.edits import RUN, SP, TP, TSP, Edits
 from megatron_tsp.flip.script import Command, Script
 from megatron_tsp.flip.words import Word
+from megatron_tsp.training.script import PACKED, packed
 
 _LAUNCHERS = re.compile(r"python[0-9.]*|torchrun|torch\.distributed\.(run|launch)")
 _SAME_GROUP = "the TSP group is the tensor-parallel group"
@@ -62,6 +63,9 @@ def flip(source: str, size: int | None, keep_entry: bool) -> Edits:
     _audit(script, edits, TP)
     flipped = _verified(edits, TSP, None if size is not None else expected)
     for training in flipped:
+        for word in training.flags:
+            if word.text in PACKED.values() and (keep_entry or _module(training) == RUN):
+                raise packed(word.text)
         for note in settings.check(training.flags):
             edits.note(note)
     return edits
@@ -150,11 +154,15 @@ def _check_launcher(script: Script, training: _Training) -> None:
         )
 
 
+def _module(training: _Training) -> str | None:
+    return training.module[1].text if training.module is not None else None
+
+
 def _can_go(training: _Training) -> bool:
     """Whether `-m megatron_tsp.run` is there and nothing needs it any more."""
     names = [word.start.split("=")[0] for word in training.flags]
     needed = any(name in settings.STANDALONE for name in names)
-    return training.module is not None and training.module[1].text == RUN and not needed
+    return _module(training) == RUN and not needed
 
 
 def _tell(edits: Edits, training: _Training) -> None:

@@ -19,8 +19,8 @@ KNOWN = ((0, 19),)
 
 _installed = None  # the hooks of this process
 
-# dest: flag. Their batches are made by the script.
-_PACKED = {
+#: dest: flag. Their batches are made by the script.
+PACKED = {
     "reset_attention_mask": "--reset-attention-mask",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "sft": "--sft",
@@ -49,6 +49,14 @@ def check_version(script: str) -> None:
             f"{script} uses the Megatron in {info.parent}, version {shown}, and megatron-tsp hooks "
             f"into {known}; check out core_v{known}.0, or use the megatron-tsp of that version"
         )
+
+
+def packed(flag: str) -> TSPError:
+    """The error for a flag of `PACKED`."""
+    return TSPError(
+        f"{flag} works in megatron_tsp.pretrain_gpt only: batches of Megatron's own scripts do not "
+        "say where documents begin in the way that TSP's attention takes"
+    )
 
 
 def install(script: str) -> "Hooks":
@@ -150,13 +158,9 @@ class Hooks:
         for dest, flag in NOT_CARRIED.items():
             if ours and getattr(args, dest, None):
                 raise TSPError(f"{flag} is not carried with --tsp-size or --tsp-baseline-core")
-        for dest, flag in _PACKED.items():
+        for dest, flag in PACKED.items():
             if ours and getattr(args, dest, None):
-                raise TSPError(
-                    f"{flag} works in megatron_tsp.pretrain_gpt only: batches of Megatron's own "
-                    "scripts do not say where documents begin in the way that TSP's attention "
-                    "takes"
-                )
+                raise packed(flag)
         if self.on_cpu:
             cpu.check_flags(args)
         validated = validate_args(args, *rest, **keywords)
