@@ -23,6 +23,7 @@ from megatron_tsp.streaming import SCHEDULES
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the TSP flags to a Megatron parser; returns it, as `extra_args_provider` wants."""
+    _mend_help(parser)
     defaults = TSPOptions()
     group = parser.add_argument_group("TSP", "folded tensor and sequence parallelism")
     group.add_argument(
@@ -92,6 +93,16 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "lines file a rank.",
     )
     return parser
+
+
+def _mend_help(parser: ArgumentParser) -> None:
+    """Let --help print: argparse stops at a bare % in a help text, and Megatron 0.19 has one."""
+    formatter = parser._get_formatter()
+    for action in filter(lambda action: action.help, parser._actions):
+        try:
+            formatter._expand_help(action)
+        except ValueError:
+            action.help = action.help.replace("%", "%%")
 
 
 def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) -> None:

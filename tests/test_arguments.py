@@ -226,6 +226,14 @@ def test_an_unknown_schedule_has_no_stream():
         streaming.stream("rings", None)
 
 
+def test_help_shows_our_flags_among_megatrons():
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = arguments.add_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+    shown = parser.format_help()
+    assert "--tsp-size D" in shown and "headroom (e.g. 1.10 = 10%)" in " ".join(shown.split())
+
+
 def test_the_page_of_flags_has_every_flag_with_its_default_and_values():
     page = (Path(__file__).parents[1] / "docs" / "flags.md").read_text()
     rows = dict(re.findall(r"^\| `(--tsp-[\w-]+)` \| (.*?) \|", page, re.MULTILINE))
