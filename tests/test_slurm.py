@@ -121,6 +121,16 @@ def test_ranks_get_their_places_and_their_words(cluster, folder):
         assert (seen["CUDA_DEVICE_MAX_CONNECTIONS"], seen["OMP_NUM_THREADS"]) == ("1", "1")
 
 
+def test_the_first_of_many_nodes(cluster):
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", '. "$0/common.sh"; rendezvous; echo "$MASTER_ADDR"',
+         str(SCRIPTS)],
+        env={**cluster.env, "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "tsp-node[2,1],n[1-60000]"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "127.0.0.12\n"), done.stderr
+
+
 def test_what_is_set_is_kept(cluster, folder):
     job = cluster.submit(
         folder, PRETRAIN, script(folder, SHOW), tasks=1,

@@ -26,8 +26,9 @@ value_of() {
 # do not meet, and is below the ephemeral ports.
 rendezvous() {
     local head
-    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    MASTER_ADDR=$(scontrol --oneliner show node "$head" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+    MASTER_ADDR=$(scontrol --oneliner show node "$head" |
+        sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p') || true
     export MASTER_ADDR=${MASTER_ADDR:-$head}
     export MASTER_PORT=${TSP_PORT:-$((12000 + SLURM_JOB_ID % 20000))}
 }
@@ -86,12 +87,12 @@ blame() {
     local lost='Connection (closed|reset)|Broken pipe' rank log other tail
     cat "$1/srun.log" >&2
     rank=$(sed -nE '/: Terminated$/d; s/^srun: error: [^ :]+: tasks? ([0-9]+).*/\1/p' "$1/srun.log" |
-        head -n 1)
-    [ -n "$rank" ] || return 0
+        sed -n 1p)
     log=$1/rank$rank.log
+    [ -f "$log" ] || return 0
     if tail -n 30 "$log" | grep -qE "$lost"; then
         for other in "$1"/rank*.log; do
-            tail=$(tail -n 30 "$other" | grep -v '^slurmstepd')
+            tail=$(tail -n 30 "$other" | sed '/^slurmstepd/d')
             if grep -qE '[Ee]rror: ' <<<"$tail" && ! grep -qE "$lost" <<<"$tail"; then
                 log=$other
                 break
