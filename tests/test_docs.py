@@ -105,3 +105,24 @@ def test_links_lead_somewhere(page):
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
             assert anchor in slugs, f"{page.name}: {target}; {path.name} has {slugs}"
+
+
+def named_tests(page):
+    """(file, test) of each row of a table that names a test, by the page's own abbreviations."""
+    files = dict(re.findall(r"`([A-Z])` =\s+(tests/\w+\.py)", page))
+    words = r"tests/\w+\.py|\b[A-Z]\b(?=[ ,])|`test_\w+`"
+    for row in page.splitlines():
+        if row.startswith("|") and "`test_" in row:
+            place = None
+            for cell in re.findall(words, row.split("|")[-2]):
+                if cell.startswith("`"):
+                    yield place, cell.strip("`")
+                else:
+                    place = files.get(cell, cell)
+
+
+def test_every_test_that_compatibility_names_exists():
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    named = list(named_tests(page))
+    gone = [(file, test) for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    assert len(named) > 40 and not gone, gone

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from megatron.core.extensions import transformer_engine
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
@@ -91,8 +92,17 @@ class BaselineSpecProvider(LocalSpecProvider):
 class TSPSpecProvider(BaselineSpecProvider):
     """TSP's blocks where `options.blocks` says so; a streamed block has its norm inside."""
 
-    def __init__(self, options: TSPOptions):
+    def __init__(self, options: TSPOptions, config: TransformerConfig | None = None):
+        """`config` says whether Transformer Engine's norm is used, if installed; None: not."""
         self.options = options
+        asked = config is not None and config.transformer_impl == "transformer_engine"
+        self.te_norm = asked and transformer_engine.HAVE_TE
+
+    def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False):
+        """Of norms that stand on their own."""
+        if self.te_norm:
+            return transformer_engine.TENorm
+        return super().layer_norm(rms_norm, for_qk, has_residual)
 
     def fuse_layernorm_and_linear(self) -> bool:
         """The norm is part of the first linear."""

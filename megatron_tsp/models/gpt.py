@@ -55,7 +55,7 @@ class TSPGPTModelBuilder(GPTModelBuilder):
                 config.make_vocab_size_divisible_by,
                 transformer.tensor_model_parallel_size,
             )
-        backend = TSPSpecProvider(config.tsp)
+        backend = TSPSpecProvider(config.tsp, transformer)
         return TSPGPTModel(
             config=transformer,
             transformer_layer_spec=block_spec(backend, transformer, vp_stage, pg_collection.pp),
