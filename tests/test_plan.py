@@ -8,7 +8,7 @@ import pytest
 import yaml
 from ranks import run
 
-from megatron_tsp import arguments, cli, plan
+from megatron_tsp import checks, cli, plan
 from megatron_tsp.ab import arms
 from megatron_tsp.ab import config as config_module
 from megatron_tsp.errors import TSPError
@@ -163,7 +163,7 @@ def test_the_simulation_sends_what_the_closed_forms_say(layout, monkeypatch):
 
 
 def test_what_is_searched_is_what_runs(tmp_path):
-    """The rules of `search.check` are those of `arguments`, for TSP."""
+    """The rules of `search.check` are those of `checks`, for TSP."""
     flags = config_module.read(_config(tmp_path)).model_args
     parsed = vars(arms.check_flags(arms.Arm("any", 1, flags | {"--tsp-size": "2"})))
     draw, seen = random.Random(0), set()
@@ -187,7 +187,7 @@ def test_what_is_searched_is_what_runs(tmp_path):
             padded_vocab_size=None,
         )  # fmt: skip
         try:
-            arguments._check_sizes(Namespace(**args))
+            checks.check_sizes(Namespace(**args))
             runs = True
         except TSPError:
             runs = False

@@ -1,0 +1,259 @@
+"""What the flags say together: sizes that D does not fit, masks, exchanges, saved optimizer state.
+
+Each check raises `TSPError`, with the nearest sizes that fit, or with what to do instead. Flags
+that are refused whatever the others say are in `refusals.py`.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from megatron_tsp import zigzag
+from megatron_tsp.errors import TSPError
+from megatron_tsp.layers import kernels
+from megatron_tsp.options import CP_COMM_TYPES
+
+
+def check_sizes(args: Namespace) -> None:
+    """Sizes that D does not fit, each with the nearest that do."""
+    degree = args.tsp_size
+    heads = args.num_attention_heads
+    sizes = {
+        "--num-attention-heads": heads,
+        "--ffn-hidden-size": args.ffn_hidden_size,
+        "--moe-shared-expert-intermediate-size": args.moe_shared_expert_intermediate_size,
+        "--padded-vocab-size": args.padded_vocab_size,
+    }
+    if not args.pad_vocab_size:
+        sizes["--no-pad-vocab-size: --vocab-size"] = args.vocab_size
+    for flag, size in sizes.items():
+        if size and size % degree:
+            raise TSPError(
+                f"{flag} {size} is not divisible by --tsp-size {degree}: the nearest are "
+                f"{_nearest(size, lambda n: n % degree == 0)}"
+            )
+    if heads:
+        _check_heads(args, heads)
+    _check_experts(args)
+    if args.seq_length:
+        beside = ""
+        if args.context_parallel_size > 1:
+            beside = f" --context-parallel-size {args.context_parallel_size}"
+        try:
+            zigzag.chunk_length(args.seq_length, degree * args.context_parallel_size)
+        except TSPError as error:
+            raise TSPError(f"--seq-length with --tsp-size {degree}{beside}: {error}") from None
+    if args.context_parallel_size > 1 and args.eod_mask_loss and not args.calculate_per_token_loss:
+        raise TSPError(
+            "--eod-mask-loss with --context-parallel-size: the ranks count different numbers of "
+            "tokens, and Megatron averages their averages; pass --calculate-per-token-loss"
+        )
+    if args.tsp_blocks == "mlp":
+        check_context_parallel(args)
+    elif args.tsp_attention_exchange == "alltoall":
+        _check_exchanged_heads(args, "--tsp-attention-exchange alltoall")
+    _check_world(args)
+
+
+def _check_heads(args: Namespace, heads: int) -> None:
+    """Megatron interleaves the rows of QKV by query group and cuts them in D."""
+    degree = args.tsp_size
+    groups = args.num_query_groups if args.group_query_attention else heads
+
+    def fits(n):
+        return heads % n == 0 and (n % degree == 0 or degree % n == 0)
+
+    if groups % degree and degree % groups:
+        raise TSPError(
+            f"--num-query-groups {groups} neither divides --tsp-size {degree} nor is a multiple "
+            f"of it, as Megatron's sharding of QKV needs: the nearest are {_nearest(groups, fits)}"
+        )
+    channels = args.kv_channels or (args.hidden_size or 0) // heads
+    queries = 2 * heads if args.attention_output_gate else heads
+    rows = queries + 2 * groups
+    if rows * channels % degree:
+        near = _nearest(channels, lambda n: rows * n % degree == 0)
+        raise TSPError(
+            f"the QKV weight has {rows * channels} rows, ({queries} + 2 x {groups}) heads of "
+            f"{channels}, which --tsp-size {degree} does not divide: the nearest --kv-channels are "
+            f"{near}"
+        )
+
+
+def _check_world(args: Namespace) -> None:
+    """Ranks come in whole copies of the model."""
+    stages = args.pipeline_model_parallel_size or 1
+    context = args.context_parallel_size
+    ranks = args.tsp_size * stages * context
+    if args.world_size % ranks:
+        sizes = f"--tsp-size {args.tsp_size}"
+        sizes += f" x --pipeline-model-parallel-size {stages}" if stages > 1 else ""
+        sizes += f" x --context-parallel-size {context}" if context > 1 else ""
+        raise TSPError(
+            f"{args.world_size} ranks are not a multiple of {sizes}: "
+            f"the nearest are {_nearest(args.world_size, lambda n: n % ranks == 0)}"
+        )
+
+
+def _check_experts(args: Namespace) -> None:
+    """Experts that do not spread evenly, over ranks that do not divide evenly."""
+    experts, spread = args.num_experts, args.expert_model_parallel_size
+    if experts and experts % spread:
+        raise TSPError(
+            f"--num-experts {experts} is not divisible by --expert-model-parallel-size {spread}: "
+            f"the nearest are {_nearest(experts, lambda n: n % spread == 0)}"
+        )
+    ranks = args.world_size // args.pipeline_model_parallel_size
+    width = args.expert_tensor_parallel_size or 1
+    if experts and ranks % (spread * width):
+        raise TSPError(
+            f"--expert-model-parallel-size {spread} x --expert-tensor-parallel-size {width} does "
+            f"not divide the {ranks} ranks of a pipeline stage"
+        )
+    if experts:
+        _check_experts_of_stages(args)
+
+
+def _check_experts_of_stages(args: Namespace) -> None:
+    """A hybrid model's pattern may leave pipeline ranks without experts."""
+    pattern = (args.hybrid_layer_pattern or args.hybrid_override_pattern or "").split("/")[0]
+    balance, stages = args.moe_aux_loss_coeff, args.pipeline_model_parallel_size
+    reported = args.moe_z_loss_coeff or any(balance if isinstance(balance, list) else [balance])
+    segments = pattern.split("|")
+    if len(segments) == 1:  # Megatron cuts it evenly
+        length = max(1, len(pattern) // stages)
+        segments = [pattern[at : at + length] for at in range(0, len(pattern), length)]
+    ranks = ["".join(segments[rank::stages]) for rank in range(stages)]
+    if pattern and reported and not all("E" in layers for layers in ranks):
+        raise TSPError(
+            f"--hybrid-layer-pattern {pattern}: where a pipeline rank has no expert layer (E), "
+            "Megatron's report of the auxiliary losses hangs. Give each one, or drop "
+            "--moe-aux-loss-coeff and --moe-z-loss-coeff"
+        )
+
+
+def _nearest(size: int, fits) -> str:
+    """The next smaller and the next larger number that fits, as text."""
+    found = [next(filter(fits, range(size - 1, 0, -1)), None),
+             next(filter(fits, range(size + 1, 16 * size + 10**4)), None)]  # fmt: skip
+    return " or ".join(str(n) for n in found if n)
+
+
+def check_attention(args: Namespace) -> None:
+    """Kernels that are not there, and masks that no layer could honour."""
+    kernels.choose(args.attention_backend.name, args.flash_attention_version)
+    if torch.cuda.is_available() and args.num_attention_heads:
+        channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+        kernels.check_shapes(channels, args.bf16 or args.fp16)
+    window = args.window_size
+    if window is not None and (len(window) != 2 or window[0] < -1 or window[1] != 0):
+        shown = ",".join(map(str, window))
+        raise TSPError(
+            f"--window-size {shown}: attention is causal, so a window is L,0: L tokens back, or -1 "
+            "for all"
+        )
+    if args.reset_attention_mask and (args.dataloader_inter_document_masking or args.sft):
+        raise TSPError(
+            "--reset-attention-mask beside --dataloader-inter-document-masking or --sft: both say "
+            "where documents begin; drop --reset-attention-mask"
+        )
+    packs = args.reset_attention_mask or args.dataloader_inter_document_masking or args.sft
+    if packs and (args.tsp_size is None or args.tsp_blocks == "mlp"):
+        _check_flat_samples(args)
+
+
+def _check_flat_samples(args: Namespace) -> None:
+    """Documents in Megatron's own attention, which takes the samples of a batch as one."""
+    stages, samples = args.pipeline_model_parallel_size or 1, args.micro_batch_size or 1
+    if stages > 1 and samples > 1:
+        raise TSPError(
+            f"documents in samples with --micro-batch-size {samples} and "
+            f"--pipeline-model-parallel-size {stages}: where attention is Megatron's it takes one "
+            "sample; use --micro-batch-size 1"
+        )
+    if args.context_parallel_size > 1:
+        raise TSPError(
+            f"documents in samples with --context-parallel-size {args.context_parallel_size}: "
+            "where attention is Megatron's, RoPE takes each document to be spread over the ranks, "
+            "and samples are; use --tsp-size, with --tsp-blocks all or attention"
+        )
+
+
+def check_context_parallel(args: Namespace) -> None:
+    """What attention over Megatron's context-parallel group carries, where its core is ours."""
+    if args.context_parallel_size == 1:
+        return
+    if args.hierarchical_context_parallel_sizes:
+        raise TSPError(
+            "--hierarchical-context-parallel-sizes needs Transformer Engine's attention; drop it"
+        )
+    for kind in args.cp_comm_type:
+        if kind not in CP_COMM_TYPES:
+            raise TSPError(
+                f"--cp-comm-type {kind}: without Transformer Engine's attention it is one of "
+                f"{', '.join(CP_COMM_TYPES)}"
+            )
+        if CP_COMM_TYPES[kind] == "alltoall":
+            _check_exchanged_heads(args, f"--cp-comm-type {kind}")
+
+
+def _check_exchanged_heads(args: Namespace, exchange: str) -> None:
+    """Tokens are exchanged for heads: every rank of a sequence takes as many heads."""
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    ranks, heads = tensor * context, args.num_attention_heads
+    if heads and heads % ranks:
+        raise TSPError(
+            f"{exchange} gives each rank some of the heads: --num-attention-heads {heads} is not "
+            f"divisible by {tensor} x {context} ranks: the nearest are "
+            f"{_nearest(heads, lambda n: n % ranks == 0)}. Or use allgather"
+        )
+    groups = args.num_query_groups if args.group_query_attention else heads
+    if heads and groups % ranks and ranks % groups:
+        raise TSPError(
+            f"{exchange}: --num-query-groups {groups} neither divides {tensor} x {context} ranks "
+            "nor is a multiple of them; use allgather"
+        )
+
+
+def check_checkpoint(args: Namespace) -> None:
+    """Refuse optimizer state that only the kind of run that saved it can read."""
+    skips = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
+    if not getattr(args, "load", None) or skips:
+        return
+    tracker = Path(args.load, "latest_checkpointed_iteration.txt")
+    if not tracker.is_file() or not (iteration := tracker.read_text().strip()).isdigit():
+        return
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    folder = Path(args.load, f"iter_{int(getattr(args, 'ckpt_step', None) or iteration):07d}")
+    common = load_common_state_dict(str(folder))
+    metadata = common.get("content_metadata")  # None of an older Megatron
+    layout = (metadata or {}).get("distrib_optim_sharding_type", "")
+    if metadata is not None and bool(layout) != args.use_distributed_optimizer:
+        raise TSPError(
+            f"--load {args.load}: its optimizer state is saved {'with' if layout else 'without'} "
+            "--use-distributed-optimizer, and Megatron does not convert it. Go on as it was saved, "
+            "or pass --no-load-optim"
+        )
+    if layout and not layout.startswith("fully"):
+        raise TSPError(
+            f"--load {args.load}: its optimizer state is saved as {layout}, which TSP cannot read. "
+            "Save it once with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
+        )
+    saved = common.get("args")
+    if saved is not None and _experts_apart(saved) != _experts_apart(args):
+        raise TSPError(
+            f"--load {args.load}: only one of the checkpoint and this run has an optimizer of its "
+            "own for the experts, and Megatron does not convert between the two. Pass "
+            "--no-load-optim, or save with --expert-model-parallel-size above 1, or with "
+            "--expert-tensor-parallel-size other than --tensor-model-parallel-size"
+        )
+
+
+def _experts_apart(args: Namespace) -> bool:
+    """Whether Megatron reduces and updates expert weights apart from the others."""
+    if not args.num_experts:
+        return False
+    apart = args.expert_tensor_parallel_size != args.tensor_model_parallel_size
+    return args.expert_model_parallel_size > 1 or apart
