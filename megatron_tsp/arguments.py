@@ -152,7 +152,7 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     args.tensor_model_parallel_size = degree
     args.sequence_parallel = degree > 1
     args.create_attention_mask_in_dataloader = False
-    if args.expert_tensor_parallel_size is None:
+    if args.num_experts and args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = 1  # Megatron's default is the tensor-parallel size
     if not importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
         # Megatron's default asks for Apex's kernel; TSP sums as exactly without it.
