@@ -17,7 +17,7 @@ from megatron_tsp.checks import (
 )
 from megatron_tsp.errors import TSPError
 from megatron_tsp.options import BLOCKS, EXCHANGES, TSPOptions
-from megatron_tsp.refusals import refuse, refuse_hybrid
+from megatron_tsp.refusals import refuse, refuse_combinations
 from megatron_tsp.settings import refuse_unknown
 from megatron_tsp.streaming import SCHEDULES
 
@@ -161,7 +161,7 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     # do not share: read by the other one it would scramble the weights.
     args.dist_ckpt_optim_fully_reshardable = True
     refuse(args)
-    refuse_hybrid(args)
+    refuse_combinations(args)
     refuse_unknown(written, flags)
     check_attention(args)
     check_sizes(args)

@@ -75,8 +75,10 @@ REFUSED = (
     Refusal("expert_gtp_weight_remat_size", "--expert-tensor-parallel-num-weight-shards",
             "experts stay whole on their rank; drop the flag", (1,)),
     Refusal("moe_paged_stash", "--moe-paged-stash", _OFFLOAD),
-    Refusal("mtp_num_layers", "--mtp-num-layers", "multi-token prediction is not carried yet; drop "
-            "the flag"),
+    Refusal("mtp_detach_heads", "--mtp-detach-heads", "TSP's loss sums the gradients of all "
+            "predictions into the output weights; drop the flag"),
+    Refusal("mtp_standalone", "--mtp-standalone", "multi-token prediction and the loss share a "
+            "pipeline stage in TSP; drop the flag"),
     Refusal("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path",
             "all layers of a TSP model are alike"),
     Refusal("heterogeneous_layers_config_encoded_json",
@@ -192,11 +194,11 @@ REFUSED_LAYERS = {
 }  # fmt: skip
 
 
-def refuse_hybrid(args) -> None:
-    """Stop a run of a hybrid model whose pattern or documents TSP does not carry.
+def refuse_combinations(args) -> None:
+    """Stop a run of a hybrid model or one with multi-token prediction that TSP does not carry.
 
     Raises:
-        TSPError: for the first such layer of --hybrid-layer-pattern, or such flag.
+        TSPError: for a layer of --hybrid-layer-pattern, or packed sequences with either.
     """
     pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
     for symbol in pattern:
@@ -205,13 +207,14 @@ def refuse_hybrid(args) -> None:
                 f"--hybrid-layer-pattern {pattern}: {symbol} does not work with --tsp-size: "
                 f"{REFUSED_LAYERS[symbol]}"
             )
-    packing = ("sft", "dataloader_inter_document_masking", "reset_attention_mask")
-    for dest in packing if pattern else ():
-        if getattr(args, dest):
-            raise TSPError(
-                f"--{dest.replace('_', '-')} does not work with --hybrid-layer-pattern and "
-                "--tsp-size: a hybrid model numbers positions through the whole sequence; drop it"
-            )
+    beside = {"--hybrid-layer-pattern": pattern, "--mtp-num-layers": args.mtp_num_layers}
+    for dest in ("sft", "dataloader_inter_document_masking", "reset_attention_mask"):
+        for flag, given in beside.items():
+            if given and getattr(args, dest):
+                raise TSPError(
+                    f"--{dest.replace('_', '-')} does not work with {flag} and --tsp-size: there "
+                    "tokens are counted through the whole sequence; drop it"
+                )
 
 
 def refuse(settings) -> None:

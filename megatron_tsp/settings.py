@@ -77,6 +77,10 @@ CARRIED = {
     "hybrid models": """
         hybrid_layer_pattern hybrid_override_pattern is_hybrid_model
     """,
+    "multi-token prediction": """
+        mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
+        mtp_hybrid_override_pattern
+    """,
     "routers": """
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
         moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_router_score_function
@@ -123,10 +127,6 @@ PART_OF = {
     "logits_load_dir": """
         logits_load_decode_threads logits_load_prefetch_factor logits_load_msc_prefetch_depth
         logits_load_kd_loss_alpha logits_load_ignore_errors
-    """,
-    "mtp_num_layers": """
-        mtp_standalone mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
-        mtp_hybrid_override_pattern mtp_grad_scale_func
     """,
     "multi_latent_attention": """
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
@@ -260,7 +260,8 @@ WITHOUT_EFFECT = {
     """,
     "set by Megatron for its schedules": """
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func
-        param_sync_func moe_grad_scale_func autocast_dtype barrier_with_L1_time
+        param_sync_func moe_grad_scale_func mtp_grad_scale_func autocast_dtype
+        barrier_with_L1_time
         _cpu_offloading_context
     """,
     "kernels of modules that TSP replaces, or a fusion with the same result": """

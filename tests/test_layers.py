@@ -331,7 +331,7 @@ class Loss(Case):
         w = _rows(w, degree, rank).requires_grad_()
         group = dist.group.WORLD
         block = Block(stream("ring", group), "loss", lambda: (w,))
-        value = loss.cross_entropy(x, w, labels, block, group, self.chunk)
+        value, _ = loss.cross_entropy(x, w, labels, block, group, self.chunk)
         value.backward(dloss)
         return {"loss": value, "dx": x.grad, "dw": w.grad}
 

@@ -173,7 +173,13 @@ class TSPColumnParallelLinear(_Streamed, ColumnParallelLinear):
 class TSPOutputLayer(TSPColumnParallelLinear):
     """The output layer of a language model: hands hidden states on to the loss, which applies its
     weights while they stream. Logits [s/D, b, V] never exist.
+
+    Attributes:
+        hits: of the last loss, for each local token whether its label has the largest logit, bool
+            [s/D, b]: what Megatron reports of multi-token prediction.
     """
+
+    hits: Tensor | None = None
 
     def forward(self, input_, weight=None, runtime_gather_output=None, *, shards_only=False):
         """(input [s/D, b, h], None); with `shards_only` (weight shard, None)."""

@@ -32,10 +32,12 @@ class _VocabStreamedCrossEntropy(torch.autograd.Function):
                 total[rows] += logits.sub_(above[:, None]).exp_().sum(1)
                 maximum[rows] = above
         ctx.save_for_backward(x, labels, maximum, total)
-        return total.log() - (target - maximum)
+        hits = target == maximum
+        ctx.mark_non_differentiable(hits)
+        return total.log() - (target - maximum), hits
 
     @staticmethod
-    def backward(ctx, dloss):
+    def backward(ctx, dloss, _):
         x, labels, maximum, total = ctx.saved_tensors
         tokens, part = x.size(0), ctx.shards[0].size(0)
         grads = ctx.block.gradients(ctx.shards, ctx.needs_input_grad[1:2])
@@ -92,8 +94,8 @@ def cross_entropy(
     block: Block,
     group: dist.ProcessGroup | None,
     chunk: int,
-) -> Tensor:
-    """Loss of every token: -log softmax(hidden·Wᵀ)[label], over the whole vocabulary.
+) -> tuple[Tensor, Tensor]:
+    """Loss of every token: -log softmax(hidden·Wᵀ)[label], over the whole vocabulary; and hits.
 
     Args:
         hidden: [s/D, b, h], the local tokens in zigzag order.
@@ -104,11 +106,12 @@ def cross_entropy(
         chunk: tokens whose logits exist at a time.
 
     Returns:
-        [b, s] fp32 (fp64 for fp64), the same on every rank of the group.
+        The loss [b, s] fp32 (fp64 for fp64), the same on every rank of the group; and for each
+        local token whether its label has the largest logit, bool [s/D, b].
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     local = zigzag.take(labels, 1, size, rank).t()  # [s/D, b]
-    loss = _VocabStreamedCrossEntropy.apply(
+    loss, hits = _VocabStreamedCrossEntropy.apply(
         hidden.flatten(0, 1), weight, local.flatten(), block, chunk, torch.is_grad_enabled()
     )
-    return _GatherTokens.apply(loss.view(local.shape), group)
+    return _GatherTokens.apply(loss.view(local.shape), group), hits.view(local.shape)

@@ -13,6 +13,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+    get_mtp_num_layers_to_build,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import (
@@ -35,6 +42,7 @@ from megatron_tsp.layers.linear import (
     TSPRowParallelLinear,
 )
 from megatron_tsp.layers.mlp import TSPMLP
+from megatron_tsp.layers.mtp import TSPMultiTokenPredictionLayer
 from megatron_tsp.layers.norm import TSPNorm
 from megatron_tsp.layers.shared_experts import TSPSharedExpertMLP
 from megatron_tsp.options import TSPOptions
@@ -71,6 +79,10 @@ class BaselineSpecProvider(LocalSpecProvider):
             self.column_parallel_linear(),
             self.row_parallel_linear(),
         )
+
+    def mtp(self):
+        """(class, projection) of a layer that predicts one more token."""
+        return MultiTokenPredictionLayer, self.column_parallel_linear()
 
     def moe(self, config: TransformerConfig):
         """The builder of a mixture of experts: Megatron's, the experts whole on their rank."""
@@ -138,6 +150,13 @@ class TSPSpecProvider(BaselineSpecProvider):
         keep = {"keep_activations": self.options.mlp_save_activations}
         linears = self._streamed(self.options.mlp_schedule, "mlp")
         return partial(_tsp_mlp, **keep), IdentityOp, *linears
+
+    def mtp(self):
+        """As the baseline's."""
+        if not self.options.streams_attention:
+            return super().mtp()
+        how = self._how(self.options.attention_schedule, "attention")
+        return TSPMultiTokenPredictionLayer, ModuleSpec(TSPColumnParallelLinear, params=how)
 
     def shared_experts(self):
         """As the baseline's."""
@@ -235,6 +254,35 @@ def block_spec(
     return TransformerBlockSubmodules(
         layer_specs=[specs[mixtures[at]] for at in layers], layer_norm=backend.layer_norm()
     )
+
+
+def mtp_spec(
+    backend: BaselineSpecProvider, config: TransformerConfig, layer: ModuleSpec | None
+) -> ModuleSpec:
+    """Multi-token prediction: layers that predict one more token each, around `layer`."""
+    module, projection = backend.mtp()
+    norm = backend.layer_norm()
+    spec = ModuleSpec(
+        module=module,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, eh_proj=projection, mtp_model_layer=layer, layer_norm=norm
+        ),
+    )
+    layers = 1 if config.mtp_use_repeated_layer else config.mtp_num_layers or 1
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * layers),
+    )
+
+
+def gpt_mtp_spec(
+    backend: BaselineSpecProvider, config: TransformerConfig, vp_stage: int | None, pp_group
+) -> ModuleSpec | None:
+    """What predicts further tokens on this pipeline stage, around a layer like the last one."""
+    stage = {"vp_stage": vp_stage, "pp_rank": get_pg_rank(pp_group)}
+    if not get_mtp_num_layers_to_build(config, **stage):
+        return None
+    return mtp_spec(backend, config, layer_spec(backend, config, moe_layers(config)[-1]))
 
 
 def moe_layers(config: TransformerConfig) -> list[bool]:

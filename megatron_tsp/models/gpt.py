@@ -17,7 +17,12 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_tsp.arguments import options_from_args
-from megatron_tsp.models.backends import BaselineSpecProvider, TSPSpecProvider, block_spec
+from megatron_tsp.models.backends import (
+    BaselineSpecProvider,
+    TSPSpecProvider,
+    block_spec,
+    gpt_mtp_spec,
+)
 from megatron_tsp.models.gpt_model import TSPGPTModel
 from megatron_tsp.options import TSPOptions
 
@@ -75,6 +80,7 @@ class TSPGPTModelBuilder(GPTModelBuilder):
             post_process=post_process,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
+            mtp_block_spec=gpt_mtp_spec(backend, transformer, vp_stage, pg_collection.pp),
             options=config.tsp,
         )
 

@@ -31,6 +31,7 @@ from megatron_tsp.models.backends import (
     TSPSpecProvider,
     attention_part,
     mlp_part,
+    mtp_spec,
 )
 from megatron_tsp.models.local_tokens import LocalTokens
 from megatron_tsp.options import TSPOptions
@@ -119,7 +120,10 @@ def stack_spec(backend: BaselineSpecProvider, config: TransformerConfig) -> Modu
     }
     if config.num_moe_experts is not None:
         layers["moe_layer"] = layer(MoETransformerLayer, **mlp_part(backend, config, moe=True))
-    return ModuleSpec(module=TSPHybridStack, submodules=HybridStackSubmodules(**layers))
+    further = mtp_spec(backend, config, layer=None)  # its pattern says which layers
+    return ModuleSpec(
+        module=TSPHybridStack, submodules=HybridStackSubmodules(**layers, mtp_block_spec=further)
+    )
 
 
 def model_config_from_args(args: Namespace) -> HybridModelConfig:

@@ -72,7 +72,9 @@ class LocalTokens:
             if isinstance(mlp, TSPMLP):
                 blocks.append(mlp.block)
                 units.append(unit[1])
-        ends_in_loss = self.post_process and self.options.streams_attention
+        # With multi-token prediction the loss is walked over several times; nothing is foretold.
+        once = self.options.streams_attention and not self.config.mtp_num_layers
+        ends_in_loss = self.post_process and once
         if ends_in_loss:
             block = self.output_layer.block
             block.fetch = lambda: (self._output_shard(),)
@@ -99,7 +101,7 @@ class LocalTokens:
         """The loss of every token, fp32 [b, s]; `logits` are what the output layer returned."""
         if not self.options.streams_attention:
             return super().compute_language_model_loss(labels, logits)
-        return cross_entropy(
+        loss, self.output_layer.hits = cross_entropy(
             logits,
             self._output_shard(),
             labels,
@@ -107,6 +109,7 @@ class LocalTokens:
             self.pg_collection.tp,
             self.options.loss_chunk,
         )
+        return loss
 
     def _output_shard(self) -> Tensor:
         weight = None
