@@ -198,7 +198,8 @@ def refuse_combinations(args) -> None:
     """Stop a run of a hybrid model or one with multi-token prediction that TSP does not carry.
 
     Raises:
-        TSPError: for a layer of --hybrid-layer-pattern, or packed sequences with either.
+        TSPError: for a layer of --hybrid-layer-pattern, packed sequences with either, or context
+            parallelism with multi-token prediction.
     """
     pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
     for symbol in pattern:
@@ -215,6 +216,12 @@ def refuse_combinations(args) -> None:
                     f"--{dest.replace('_', '-')} does not work with {flag} and --tsp-size: there "
                     "tokens are counted through the whole sequence; drop it"
                 )
+    if args.mtp_num_layers and args.context_parallel_size > 1:
+        raise TSPError(
+            f"--context-parallel-size {args.context_parallel_size} does not work with "
+            "--mtp-num-layers and --tsp-size: Megatron weighs each rank's predictions by the "
+            "tokens of that rank, so that gradients depend on the layout; raise --tsp-size instead"
+        )
 
 
 def refuse(settings) -> None:

@@ -51,7 +51,6 @@ def _hits(ranks):
             "--overlap-param-gather --ddp-bucket-size 5000 "
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
         (MTP, 2, "--tsp-size 2 --tsp-blocks mlp"),
-        (MTP, 4, "--tsp-size 2 --context-parallel-size 2"),
         (REPEATED, 2, "--tsp-size 2 --tsp-blocks attention --tsp-vocab-schedule gather"),
     ],
 )  # fmt: skip
@@ -94,6 +93,7 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path):
     ("flags", "message"),
     [
         ("--tsp-size 1 --mtp-detach-heads", "--mtp-detach-heads does not work with --tsp-size"),
+        ("--tsp-size 1 --context-parallel-size 2", "--context-parallel-size 2 does not work with"),
         ("--tsp-size 1 --reset-attention-mask", "does not work with --mtp-num-layers"),
     ],
 )
