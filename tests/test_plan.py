@@ -12,7 +12,16 @@ from megatron_tsp import checks, cli, plan
 from megatron_tsp.ab import arms
 from megatron_tsp.ab import config as config_module
 from megatron_tsp.errors import TSPError
-from megatron_tsp.plan import calibrate, explain, hardware, prediction, present, search, traffic
+from megatron_tsp.plan import (
+    calibrate,
+    explain,
+    hardware,
+    plots,
+    prediction,
+    present,
+    search,
+    traffic,
+)
 from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
 
@@ -317,6 +326,8 @@ def test_the_command(tmp_path, capsys):
         ({}, ["--seq-len", "0"], "--seq-len 0"),
         ({}, ["--global-batch-tokens", "5000"], "not a multiple of the sequence"),
         ({}, ["--json", "/nowhere/out.json"], "no folder /nowhere"),
+        ({}, ["--plot", "plot.gif"], "expected a name that ends in .png or .svg or .pdf"),
+        ({}, ["--price", "0"], "--price 0: expected a number above 0"),
         ({}, ["--hardware", "abacus"], "no such profile"),
     ],
 )  # fmt: skip
@@ -324,6 +335,27 @@ def test_wrong_input_is_a_clear_error(tmp_path, capsys, changes, words, message)
     machine = [] if "--hardware" in words else ["--hardware", "h200"]
     assert cli.main(["plan", _config(tmp_path, **changes), *machine, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_calibration_wants_ranks_and_a_folder(tmp_path, capsys):
+    words = ["plan", "--hardware", "cpu", "--calibrate"]
+    assert cli.main([*words, "/nowhere/mine.yaml"]) == 2
+    assert cli.main([*words, str(tmp_path / "mine.yaml"), "--gpus", "1"]) == 2
+    assert cli.main(["plan", "--hardware", "cpu"]) == 2
+    error = capsys.readouterr().err
+    for part in ("no folder /nowhere", "--gpus 1: expected 2", "needs CONFIG.yaml, or --calibrate"):
+        assert part in error
+
+
+def test_a_plot_is_a_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "SEQUENCES", (8192, 131072))
+    monkeypatch.setattr(plots, "TOKENS", (4096, 131072))
+    monkeypatch.setattr(plots, "SIZES", (2, 8))
+    path = tmp_path / "plot.png"
+    plots.write(str(path), SEVEN_B, DISTRIBUTED, hardware.load("mi300x"), True)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    found = plots.winners(SEVEN_B, DISTRIBUTED, hardware.load("h100"), True)
+    assert found[4096, 8] in ("TP+SP", "TP×CP") and found[131072, 2] is None
 
 
 def test_a_model_that_tsp_refuses_is_planned_without_it(tmp_path, capsys):

@@ -22,6 +22,8 @@ from megatron_tsp.plan.prediction import Prediction, predict
 
 #: Rows of the table.
 SHOWN = 10
+#: What a plot can be.
+PLOTS = (".png", ".svg", ".pdf")
 
 
 def main(
@@ -44,9 +46,13 @@ def main(
         gpus = profile.devices_per_node
     if gpus < 1:
         raise TSPError(f"--gpus {gpus}: expected a number from 1")
+    if price is not None and price <= 0:
+        raise TSPError(f"--price {price:g}: expected a number above 0")
     for path in (json_path, plot_path):
         if path and not Path(path).resolve().parent.is_dir():
             raise TSPError(f"no folder {Path(path).resolve().parent} for {path}")
+    if plot_path and Path(plot_path).suffix not in PLOTS:
+        raise TSPError(f"--plot {plot_path}: expected a name that ends in {' or '.join(PLOTS)}")
     shape, now, refusal = read(config, gpus, seq_len, global_batch_tokens)
     if (shape.element == 2) != (profile.precision == "bf16"):
         raise TSPError(
@@ -57,14 +63,18 @@ def main(
     fitting, too_large = search.search(shape, gpus, now, profile, not refusal, _beside())
     report = _report(shape, now, profile, fitting, too_large, refusal, price)
     print("\n".join(report))
-    if json_path:
-        Path(json_path).write_text(json.dumps(_json(shape, now, profile, fitting), indent=1) + "\n")
-        print(f"\nwrote {json_path}")
-    if plot_path:
-        from megatron_tsp.plan import plots
+    try:
+        if json_path:
+            text = json.dumps(_json(shape, now, profile, fitting), indent=1)
+            Path(json_path).write_text(text + "\n", encoding="utf-8")
+            print(f"\nwrote {json_path}")
+        if plot_path:
+            from megatron_tsp.plan import plots
 
-        plots.write(plot_path, shape, now, profile, not refusal)
-        print(f"wrote {plot_path}")
+            plots.write(plot_path, shape, now, profile, not refusal)
+            print(f"wrote {plot_path}")
+    except OSError as error:
+        raise TSPError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
 def calibrate_to(path: str, machine: str, ranks: int | None) -> None:

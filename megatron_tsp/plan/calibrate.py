@@ -57,7 +57,10 @@ def main(out: str, base: Hardware, ranks: int | None, entry: str = __name__) -> 
         measured = json.loads(result.read_text())
     made = profile(base, measured, ranks)
     _read(made, out)  # what it writes, it can read
-    Path(out).write_text(yaml.safe_dump(made, sort_keys=False, width=1000), encoding="utf-8")
+    try:
+        Path(out).write_text(yaml.safe_dump(made, sort_keys=False, width=1000), encoding="utf-8")
+    except OSError as error:
+        raise TSPError(f"cannot write {out}: {error.strerror}") from error
 
 
 def profile(base: Hardware, measured: dict, ranks: int) -> dict:
