@@ -3,7 +3,7 @@
 Calibrates this machine, measures TSP against TP+SP turn by turn at three lengths of the sequence
 (`benchmarks.steps`), calibrates again, and prints the predicted ratio of tokens/s beside the
 measured one: by the clock, and by the ranks' processor time, which is steadier and decides where
-cores are what binds. The two predictions are averaged: what else the machine does changes meanwhile.
+cores are what binds. The two predictions are averaged, because other work comes and goes.
 """
 
 import argparse

@@ -53,12 +53,18 @@ def main(out: str, base: Hardware, ranks: int | None, entry: str = __name__) -> 
         environment = {"OMP_NUM_THREADS": "1", **os.environ, RESULT: str(result)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode or not result.exists():
-            raise TSPError(f"--calibrate: a rank failed: {done.stderr.strip()[-2000:]}")
+            # torchrun's own report comes last; the rank's error is a line before it.
+            errors = [line for line in done.stderr.splitlines() if "Error" in line]
+            first = next(iter(errors), done.stderr.strip()[-1000:])
+            raise TSPError(f"--calibrate: a rank failed: {first}")
         measured = json.loads(result.read_text())
     made = profile(base, measured, ranks)
     _read(made, out)  # what it writes, it can read
     try:
-        Path(out).write_text(yaml.safe_dump(made, sort_keys=False, width=1000), encoding="utf-8")
+        Path(out).write_text(
+            yaml.safe_dump(made, sort_keys=False, default_flow_style=None, width=1000),
+            encoding="utf-8",
+        )
     except OSError as error:
         raise TSPError(f"cannot write {out}: {error.strerror}") from error
 
@@ -144,7 +150,7 @@ def _kernels(device, dtype) -> dict[str, float]:
     """The profile's numbers of one device."""
     import torch
 
-    from megatron_tsp.layers import flash
+    from megatron_tsp.layers import kernels
 
     side = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -152,11 +158,11 @@ def _kernels(device, dtype) -> dict[str, float]:
     length, heads = (16384, 16) if device.type == "cuda" else (2048, 2)
     shape = (1, heads, length, 128 if device.type == "cuda" else 32)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
-    scale = shape[-1] ** -0.5
-    out, lse = flash.forward(q, k, v, True, scale)
+    kernel = kernels.choose()(shape[-1] ** -0.5)
+    out, lse = kernel.forward(q, k, v, True)
     flops = 2 * length**2 * heads * shape[-1]  # causal
-    forward = flops / _seconds(lambda: flash.forward(q, k, v, True, scale))
-    backward = 2.5 * flops / _seconds(lambda: flash.backward(q, q, k, v, out, lse, True, scale))
+    forward = flops / _seconds(lambda: kernel.forward(q, k, v, True))
+    backward = 2.5 * flops / _seconds(lambda: kernel.backward(q, q, k, v, out, lse, True))
     wide = torch.randn(2**28 if device.type == "cuda" else 2**22, device=device, dtype=dtype)
     target = torch.empty_like(wide)
     moved = 3 * wide.numel() * wide.element_size()

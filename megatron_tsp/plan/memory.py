@@ -186,11 +186,11 @@ def _loss(model: Model, layout: Layout) -> float:
     of them, in fp32, with their copy in the parameters' dtype or what their gradients become."""
     tokens, vocab = _tokens(model, layout), model.padded_vocab(layout.degree)
     unit, shard = _unit(model, layout), vocab / layout.degree * model.hidden
+    copy = model.element if model.element < traffic.WIDE else 0
     if layout.fold:
         chunk = min(LOSS_CHUNK, tokens) * vocab / layout.degree
-        kept = 2 * chunk * (traffic.WIDE + model.element)
+        kept = 2 * chunk * (traffic.WIDE + copy)
         return 2 * unit + kept + shard * traffic.dw_element(model)
-    copy = model.element if model.element < traffic.WIDE else 0
     forward = tokens * vocab * (traffic.WIDE + copy)
     backward = tokens * vocab * traffic.WIDE + (layout.degree + 1) * unit + shard * model.element
     return 2 * unit + max(forward, backward)
