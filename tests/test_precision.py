@@ -118,7 +118,7 @@ def _attention_error(degree, exchange):
     out = out @ leaves[2]
     out.backward(dout)
     errors = []
-    for at, want in enumerate((out, *(t.grad for t in leaves))):
+    for at, want in enumerate((out.detach(), *(t.grad for t in leaves))):
         whole = zigzag.to_natural(torch.cat([rank[at] for rank in got]), 0, degree)
         assert whole.isfinite().all()
         want = want.movedim(2, 0)
@@ -129,7 +129,6 @@ def _attention_error(degree, exchange):
 @pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
 def test_large_logits_in_bf16_do_not_overflow_and_the_error_does_not_grow(exchange):
     alone, many = _attention_error(1, exchange), _attention_error(8, exchange)
-    print(alone, many)
     for small, large in zip(alone, many, strict=True):
         assert large <= 1.2 * small + 1e-3, (alone, many)
 
