@@ -16,6 +16,7 @@ from megatron_tsp.checks import (
     check_sizes,
 )
 from megatron_tsp.errors import TSPError
+from megatron_tsp.exchanges import Shape, cheapest
 from megatron_tsp.options import BLOCKS, EXCHANGES, TSPOptions
 from megatron_tsp.refusals import refuse, refuse_combinations
 from megatron_tsp.settings import refuse_unknown
@@ -51,10 +52,11 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         )
     group.add_argument(
         "--tsp-attention-exchange",
-        choices=EXCHANGES,
+        choices=(*EXCHANGES, "auto"),
         default=defaults.attention_exchange,
         help="How queries meet the keys of other ranks: gather K and V, one head group at a time, "
-        "or exchange tokens for heads, all to all (default: %(default)s).",
+        "or exchange tokens for heads, all to all; auto takes the one that sends fewer bytes "
+        "(default: %(default)s).",
     )
     group.add_argument(
         "--tsp-grad-dtype",
@@ -193,11 +195,31 @@ def options_from_args(args: Namespace) -> TSPOptions:
         attention_schedule=args.tsp_attention_schedule,
         mlp_schedule=args.tsp_mlp_schedule,
         vocab_schedule=args.tsp_vocab_schedule,
-        attention_exchange=args.tsp_attention_exchange,
+        attention_exchange=attention_exchange(args)[0],
         wide_grads=args.tsp_grad_dtype == "fp32",
         mlp_save_activations=args.tsp_mlp_save_activations,
         loss_chunk=args.tsp_loss_chunk,
     )
+
+
+def attention_exchange(args: Namespace) -> tuple[str, dict[str, int]]:
+    """The attention exchange of this run; and if it is the cheapest one, what each would send for a
+    layer and micro-batch, in bytes."""
+    if args.tsp_attention_exchange != "auto":
+        return args.tsp_attention_exchange, {}
+    heads = args.num_attention_heads
+    selective = args.recompute_granularity == "selective"
+    shape = Shape(
+        heads=heads,
+        kv_heads=args.num_query_groups if args.group_query_attention else heads,
+        channels=args.kv_channels or args.hidden_size // heads,
+        tokens=args.micro_batch_size * args.seq_length,
+        ranks=args.tsp_size * args.context_parallel_size,
+        element=2 if args.bf16 or args.fp16 else 4,
+        recompute=args.recompute_granularity == "full"
+        or (selective and "core_attn" in (args.recompute_modules or ())),
+    )
+    return cheapest(shape)
 
 
 def describe(args: Namespace) -> str:
@@ -219,6 +241,10 @@ def describe(args: Namespace) -> str:
         "allgather": "in zigzag order; K and V are all-gathered",
         "alltoall": "in zigzag order; attention exchanges tokens for heads",
     }[options.attention_exchange]
+    costs = attention_exchange(args)[1]
+    if costs:
+        sizes = ", ".join(f"{name} {size:,}" for name, size in costs.items())
+        exchange += f" (auto: bytes a rank sends for a layer and micro-batch: {sizes})"
     rest = {
         "all": exchange,
         "attention": f"{exchange}; the MLP stays tensor-parallel",

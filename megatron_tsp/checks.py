@@ -208,12 +208,6 @@ def _check_exchanged_heads(args: Namespace, exchange: str) -> None:
             f"divisible by {tensor} x {context} ranks: the nearest are "
             f"{_nearest(heads, lambda n: n % ranks == 0)}. Or use allgather"
         )
-    groups = args.num_query_groups if args.group_query_attention else heads
-    if heads and groups % ranks and ranks % groups:
-        raise TSPError(
-            f"{exchange}: --num-query-groups {groups} neither divides {tensor} x {context} ranks "
-            "nor is a multiple of them; use allgather"
-        )
 
 
 def check_checkpoint(args: Namespace) -> None:

@@ -245,3 +245,36 @@ def test_the_page_of_flags_has_every_flag_with_its_default_and_values():
             assert all(f"`{choice}`" in row for choice in action.choices or ())
         if action.default:
             assert re.search(rf"\(`?{action.default}`?\)", row), (action.dest, row)
+
+
+GQA = ("--group-query-attention", "--num-query-groups=2")
+
+
+@pytest.mark.parametrize(
+    ("argv", "takes", "allgather", "alltoall"),
+    [
+        # Widths of 64 and, GQA, 16 that all tokens send: of K and V 6 times, or of everything 4
+        # times by each rank's part, with the KV heads as often as ranks query them, and a number
+        # for each of 8 heads.
+        (("--tsp-size=4",), "alltoall", 6 * 64, (8 * 64 + 8) / 4),
+        (("--tsp-size=4", "--bf16"), "alltoall", 6 * 64, (8 * 64 + 2 * 8) / 4),
+        (("--tsp-size=4", *GQA), "allgather", 6 * 16, (4 * 64 + 4 * 32 + 8) / 4),
+        (("--tsp-size=8", *GQA), "alltoall", 6 * 16, (4 * 64 + 4 * 64 + 8) / 8),
+        (("--tsp-size=8", *GQA, "--recompute-granularity=full"), "alltoall", 8 * 16,
+         (6 * 64 + 6 * 64 + 8) / 8),
+        (("--tsp-size=2", "--context-parallel-size=3", "--seq-length=96"), "allgather", 6 * 64,
+         None),  # 8 heads are not cut in 6
+        (("--tsp-size=1",), "allgather", 6 * 64, None),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_exchange_that_sends_fewer_bytes(argv, takes, allgather, alltoall):
+    args = _parse("--tsp-attention-exchange=auto", "--micro-batch-size=3", *argv)
+    ranks = args.tsp_size * args.context_parallel_size
+    unit = args.seq_length * args.micro_batch_size * (2 if args.bf16 else 4) * (ranks - 1) / ranks
+    expected = {"allgather": round(allgather * unit)}
+    if alltoall is not None:
+        expected["alltoall"] = round(alltoall * unit)
+    assert arguments.attention_exchange(args) == (takes, expected)
+    assert arguments.options_from_args(args).attention_exchange == takes
+    said = f"for a layer and micro-batch: allgather {allgather * unit:,.0f}"
+    assert said in arguments.describe(args)

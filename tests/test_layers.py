@@ -17,6 +17,7 @@ from megatron_tsp.gradients import Gradients
 from megatron_tsp.layers import (
     core_attention,
     embedding,
+    head_exchange,
     kv_gather,
     linear,
     loss,
@@ -206,13 +207,11 @@ class Attention(Case):
         self, kv_heads, scale=1.0, split=True, exchange="allgather", window=None, documents=None,
         sinks="vanilla", heads=12, degrees=DEGREES,
     ):  # fmt: skip
-        self.kv_heads, self.scale, self.split, self.heads = kv_heads, scale, split, heads
+        self.kv_heads, self.scale, self.split = kv_heads, scale, split
         self.exchange, self.window, self.documents, self.sinks = exchange, window, documents, sinks
+        self.heads, self.degrees = heads, degrees
         if sinks == "learnable":
             self.layouts = {**self.layouts, "dsinks": "rows"}
-        if exchange == "alltoall":  # as Megatron's sharding of QKV wants it
-            degrees = [d for d in degrees if kv_heads % d == 0 or d % kv_heads == 0]
-        self.degrees = degrees
 
     def whole(self):
         d = 4
@@ -234,10 +233,11 @@ class Attention(Case):
         groups = type("Groups", (), {"cp": dist.group.WORLD, "tp": None})
         window = None if self.window is None else (self.window, 0)
         settings = config(
-            1, num_query_groups=self.kv_heads, kv_channels=4, window_size=window,
-            softmax_type=self.sinks, num_attention_heads=self.heads,
+            1, num_attention_heads=self.heads, num_query_groups=self.kv_heads, kv_channels=4,
+            window_size=window, softmax_type=self.sinks,
         )  # fmt: skip
-        kv_gather._WORTH_SPLITTING = 0 if self.split else 2**30
+        for module in (kv_gather, head_exchange):
+            module._WORTH_SPLITTING = 0 if self.split else 2**30
         core = core_attention.TSPCoreAttention(
             settings, 1, AttnMaskType.causal, "self", pg_collection=groups, exchange=self.exchange,
             sink_group=dist.group.WORLD,
@@ -413,6 +413,11 @@ CASES = {
     "gqa-fewer-than-ranks-alltoall": Attention(2, exchange="alltoall"),
     "mqa-alltoall": Attention(1, exchange="alltoall"),
     "mha-alltoall-large-logits": Attention(12, scale=100.0, exchange="alltoall"),
+    "gqa-alltoall-in-one": Attention(4, exchange="alltoall", split=False),
+    "gqa-alltoall-heads-cut-unevenly": Attention(4, exchange="alltoall", degrees=(6,)),
+    "gqa-alltoall-parts-of-a-kv-head": Attention(
+        4, exchange="alltoall", heads=16, degrees=(8,), sinks="learnable"
+    ),
     "mha-ring": Attention(12, exchange="ring"),
     "gqa-ring": Attention(4, exchange="ring"),
     "mqa-ring-large-logits": Attention(1, scale=100.0, exchange="ring"),
@@ -495,6 +500,9 @@ def _break(what):
         kv_gather._Layout.before = lambda self, chunk: [
             span._replace(at=span.at - 1) for span in before(self, chunk)
         ]
+    elif what == "delta":  # of another row
+        delta = head_exchange._delta
+        head_exchange._delta = lambda dout, out: delta(dout, out).roll(1, 0)
     elif what == "ring backward":  # every step with the keys that came first
         walk = Ring.backward
 
@@ -559,6 +567,7 @@ def _broken(what, degree, name):
         ("documents", "documents"),
         ("documents of the first sample", "documents"),
         ("sinks of the first rank", "sinks"),
+        ("delta", "gqa-alltoall"),
         ("doubled loss gradient", "loss"),
         ("dropped dW", "swiglu"),
     ],

@@ -52,7 +52,9 @@ def _saved(degree, options, changes):
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_layer_keeps_six_tensors_and_the_row_statistics(degree):
     """x, q, k, v, the attention's output, x after the attention."""
-    assert run(_saved, degree, degree, TSPOptions(), {}) == [6.0] * degree
+    for exchange in ("allgather", "alltoall"):
+        options = TSPOptions(attention_exchange=exchange)
+        assert run(_saved, degree, degree, options, {}) == [6.0] * degree
 
 
 def test_grouped_queries_keep_smaller_keys_and_values():

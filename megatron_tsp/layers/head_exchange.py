@@ -1,12 +1,18 @@
 """Attention exchange `alltoall`: tokens for heads, attention, heads for tokens.
 
-Each rank gives away all but its share of the heads and gets that share for the whole sequence, so
-that one plain causal call does the work (DeepSpeed-Ulysses' idea, arXiv 2309.14509, here on the
-axis that shards the weights as well). It moves (2h + 2kv)·N/D elements; the gather moves 2·N·kv.
+Each rank gives away all but its share of the heads (`head_shares`) and gets that share for the
+whole sequence, so that plain attention does the work (DeepSpeed-Ulysses' idea, arXiv 2309.14509,
+here on the axis that shards the weights as well). It moves (2h + 2kv)·N/D elements each way; the
+gather moves 2·N·kv. Heads go in chunks: while one computes, the next one is on its way.
 
-Query heads go in order, n/D to a rank. With fewer KV heads than ranks a KV head goes to each rank
-that has queries for it, and the parts of its gradient are summed where it came from.
+Kept for the backward are q, k and v by heads, and the output by tokens, which the projection behind
+it keeps anyway. By heads the output would serve for one number a row: the kernels take from it
+delta = Σ dout·out (arXiv 2205.14135, algorithm 4). So delta is computed where the tokens are, it
+travels, and the kernel gets a stand-in for the output, with the same delta.
 """
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,8 +20,79 @@ from torch import Tensor
 
 from megatron_tsp import zigzag
 from megatron_tsp.layers import flash
+from megatron_tsp.layers.head_shares import Chunk, chunks, shares
 from megatron_tsp.layers.mask import Span
 from megatron_tsp.traffic import block as label
+
+#: Below this many bytes of queries a smaller exchange saves little memory and costs its latency.
+_WORTH_SPLITTING = 4 * 2**20
+
+
+class _Arrival(NamedTuple):
+    """What is on its way, and what makes the result of it."""
+
+    work: dist.Work | None
+    finish: Callable
+
+    def wait(self):
+        """The result."""
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
+
+
+class _Exchange:
+    """Between [s/D, b, all heads, d] of local tokens and [s, b, own heads, d] in natural order."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+
+    def to_heads(self, local: Tensor, parts: Sequence[slice]) -> _Arrival:
+        """Start to give each rank its part of the heads, for the own tokens."""
+        own = local[:, :, parts[self.rank]]
+        if self.size == 1:
+            return _Arrival(None, own.contiguous)
+        leaving = [local[:, :, part].reshape(-1) for part in parts]
+        arriving = local.new_empty(self.size * own.size(0), *own.shape[1:])
+        work = self._start(arriving.view(-1), leaving, [own.numel()] * self.size)
+        return _Arrival(work, lambda: zigzag.to_natural(arriving, 0, self.size))
+
+    def to_tokens(
+        self, heads: Tensor, parts: Sequence[slice], into: Tensor, add: bool = False
+    ) -> _Arrival:
+        """Start the inverse: each rank's part is put into, or added to, its heads of `into`."""
+        put = Tensor.add_ if add else Tensor.copy_
+        places = [into[:, :, part] for part in parts]
+        if self.size == 1:
+            return _Arrival(None, lambda: put(places[0], heads))
+        leaving = [zigzag.take(heads, 0, self.size, r).reshape(-1) for r in range(self.size)]
+        sizes = [place.numel() for place in places]
+        arriving = heads.new_empty(sum(sizes))
+        work = self._start(arriving, leaving, sizes)
+
+        def finish() -> None:
+            for place, part in zip(places, arriving.split(sizes), strict=True):
+                put(place, part.view(place.shape))
+
+        return _Arrival(work, finish)
+
+    def _start(self, arriving: Tensor, leaving: list[Tensor], sizes: list[int]) -> dist.Work:
+        return dist.all_to_all_single(
+            arriving, torch.cat(leaving), sizes, [t.numel() for t in leaving], self.group, True
+        )
+
+
+def _ahead(steps: Sequence[Chunk], begin: Callable) -> Iterator[tuple[Chunk, list]]:
+    """(chunk, what `begin` started for it, arrived), with the next chunk's on its way."""
+    begun = begin(steps[0])
+    for at, chunk in enumerate(steps):
+        arriving, begun = begun, begin(steps[at + 1]) if at + 1 < len(steps) else []
+        yield chunk, _wait(arriving)
+
+
+def _wait(arrivals: Sequence[_Arrival]) -> list:
+    return [arrival.wait() for arrival in arrivals]
 
 
 class ExchangedHeads(torch.autograd.Function):
@@ -23,85 +100,125 @@ class ExchangedHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, group, kernel, mask):
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        ctx.group, ctx.size, ctx.kernel, ctx.kv_heads = group, size, kernel, k.size(2)
-        ctx.mine = slice(rank * q.size(2) // size, (rank + 1) * q.size(2) // size)
+        exchange = _Exchange(group)
+        whole = Span(0, q.size(0) * exchange.size)
+        tiles, steps = mask.tiles(whole, [whole]), _steps(q, k, exchange)
+        local = torch.empty_like(q, memory_format=torch.contiguous_format)
+        kept, leaving, kv = [], [], []
+
+        def begin(chunk: Chunk) -> list[_Arrival]:
+            kv = ((k, chunk.kv), (v, chunk.kv)) if chunk.begins else ()
+            return [exchange.to_heads(*each) for each in ((q, chunk.query), *kv)]
+
         with label("attention"):
-            mine = [
-                _to_heads(t, size, group) for t in (q, _for_ranks(k, size), _for_ranks(v, size))
-            ]
-            whole = Span(0, mine[0].size(0))
-            ctx.tiles = mask.tiles(whole, [whole])
-            out, lse = flash.attend(*_as_kernels(*mine), ctx.tiles, kernel)
-            if sinks is not None:
-                out, lse = flash.with_sinks(out, lse, _of_heads(sinks[ctx.mine], mine[1]))
-            out = _as_tokens(out.to(q.dtype), mine[0].shape)
-            local = _to_tokens(out, size, group)
-        ctx.save_for_backward(*mine, sinks, out, lse)
+            for chunk, (queries, *arrived) in _ahead(steps, begin):
+                kept += [queries, *arrived]
+                kv = arrived or kv
+                out = torch.empty_like(queries)
+                for at, (rows, into), keys in _calls(chunk, exchange.rank, (queries, out), kv):
+                    part, lse = flash.attend(rows, *keys, tiles, kernel)
+                    if sinks is not None:
+                        part, lse = flash.with_sinks(part, lse, _of_heads(sinks[at], lse))
+                    into.copy_(part)
+                    kept.append(lse)
+                _wait(leaving)
+                leaving = [exchange.to_tokens(out, chunk.query, local)]
+            _wait(leaving)
+        ctx.group, ctx.kernel, ctx.tiles, ctx.steps = group, kernel, tiles, steps
+        ctx.kv_heads = k.size(2)
+        ctx.save_for_backward(local, sinks, *kept)
         return local
 
     @staticmethod
     def backward(ctx, dlocal):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        local, sinks, *kept = ctx.saved_tensors
+        kept, exchange = iter(kept), _Exchange(ctx.group)
+        owners = shares(local.size(2), ctx.kv_heads, exchange.size)
+        dq_local, leaving = torch.empty_like(local), []
+        # Parts of one KV head's gradient from several ranks are summed in full precision.
+        wide = torch.promote_types(local.dtype, torch.float32)
+        shared = sum(owner.kv.stop - owner.kv.start for owner in owners) > ctx.kv_heads
+        shape, dtype = (*local.shape[:2], ctx.kv_heads, local.size(3)), wide if shared else None
+        dkv_local = [local.new_zeros(shape, dtype=dtype) for _ in "kv"]
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
         with label("attention"):
-            dout = _to_heads(dlocal, ctx.size, ctx.group)
-            grads = [torch.zeros_like(t) for t in (q, k, v)]
-            dout, out = (_as_kernels(t, k, v)[0] for t in (dout, out))
-            flash.attend_backward(
-                dout, *_as_kernels(q, k, v), out, lse, ctx.tiles, ctx.kernel, *_as_kernels(*grads)
-            )
-            dq, dk, dv = (_to_tokens(t, ctx.size, ctx.group) for t in grads)
-        dsinks = None
-        if sinks is not None:  # of this rank's heads, for all tokens
-            dsinks = torch.zeros_like(sinks)
-            dsink = flash.sinks_backward(dout, out, lse, _of_heads(sinks[ctx.mine], k))
-            dsinks[ctx.mine] = dsink.view(k.size(1), -1).sum(0)
-        dk, dv = _summed(dk, ctx.kv_heads), _summed(dv, ctx.kv_heads)
-        return dq, dk, dv, dsinks, None, None, None
+            delta = exchange.to_heads(_delta(dlocal, local), [o.query for o in owners]).wait()
+            deltas = iter(delta.split([c.query[0].stop - c.query[0].start for c in ctx.steps], 2))
+            for chunk, (dout,) in _ahead(
+                ctx.steps, lambda chunk: [exchange.to_heads(dlocal, chunk.query)]
+            ):
+                queries = next(kept)
+                if chunk.begins:
+                    kv = next(kept), next(kept)
+                    dkv = [torch.zeros_like(t) for t in kv]
+                out, dq = _stand_in(dout, next(deltas)), torch.zeros_like(queries)
+                by_query, by_key = (dout, queries, out, dq), (*kv, *dkv)
+                for at, (*rows, drows), keys in _calls(chunk, exchange.rank, by_query, by_key):
+                    lse = next(kept)
+                    # rows: dout, q, out; keys: k, v, dk, dv
+                    flash.attend_backward(
+                        *rows[:2], *keys[:2], rows[2], lse, ctx.tiles, ctx.kernel, drows, *keys[2:]
+                    )
+                    if sinks is not None:
+                        dsink = flash.sinks_backward(
+                            rows[0], rows[2], lse, _of_heads(sinks[at], lse)
+                        )
+                        dsinks[at] = dsink.view(local.size(1), -1).sum(0)
+                _wait(leaving)
+                leaving = [exchange.to_tokens(dq, chunk.query, dq_local)]
+                if chunk.ends:
+                    leaving += [
+                        exchange.to_tokens(part, chunk.kv, into, add=shared)
+                        for part, into in zip(dkv, dkv_local, strict=True)
+                    ]
+            _wait(leaving)
+        return dq_local, *(d.to(local.dtype) for d in dkv_local), dsinks, None, None, None
 
 
-def _of_heads(sinks: Tensor, k: Tensor) -> Tensor:
-    """Sinks [n] as the kernels want them, beside k [s, b, g, d]: [b·g, n/g]."""
-    return sinks.view(k.size(2), -1).repeat(k.size(1), 1)
+def _steps(q: Tensor, k: Tensor, exchange: _Exchange) -> list[Chunk]:
+    """The chunks of heads for these tensors."""
+    head = q[:, :, 0].numel() * exchange.size * q.element_size()  # bytes of one, whole sequence
+    least = max(1, _WORTH_SPLITTING // head)
+    return chunks(q.size(2), k.size(2), exchange.size, exchange.rank, least)
 
 
-def _for_ranks(kv: Tensor, size: int) -> Tensor:
-    """KV heads in the order in which ranks take them; each as often as it is needed."""
-    heads = kv.size(2)
-    return kv if heads >= size else kv.repeat_interleave(size // heads, dim=2)
+def _calls(
+    chunk: Chunk, rank: int, by_query: Sequence[Tensor], by_key: Sequence[Tensor]
+) -> Iterator[tuple[slice, list[Tensor], list[Tensor]]]:
+    """For each call of the kernel: (query heads among all, tensors [b·g, n/g, s, d] of queries,
+    tensors [b·g, 1, s, d] of keys), views all."""
+    for of_query, of_kv in chunk.calls:
+        groups = of_kv.stop - of_kv.start
+
+        def views(tensors: Sequence[Tensor], heads: slice, groups=groups) -> list[Tensor]:
+            parts = (t[:, :, heads] for t in tensors)
+            return [t.view(len(t), t.size(1) * groups, -1, t.size(3)).permute(1, 2, 0, 3)
+                    for t in parts]  # fmt: skip
+
+        first = chunk.query[rank].start
+        at = slice(first + of_query.start, first + of_query.stop)
+        yield at, views(by_query, of_query), views(by_key, of_kv)
 
 
-def _summed(dkv: Tensor, heads: int) -> Tensor:
-    """The inverse, for gradients."""
-    return dkv if dkv.size(2) == heads else dkv.unflatten(2, (heads, -1)).sum(3)
+def _of_heads(sinks: Tensor, lse: Tensor) -> Tensor:
+    """The sinks [n] of some heads beside their lse [b·g, n/g, s]: [b·g, n/g]."""
+    return sinks.view(-1, lse.size(1)).repeat(lse.size(0) * lse.size(1) // len(sinks), 1)
 
 
-def _to_heads(local: Tensor, size: int, group) -> Tensor:
-    """[s/D, b, n, d], all heads of the own tokens → [s, b, n/D, d], natural order."""
-    if size == 1:
-        return local.contiguous()
-    by_rank = local.unflatten(2, (size, -1)).movedim(2, 0).contiguous()
-    arrived = torch.empty_like(by_rank)
-    dist.all_to_all_single(arrived, by_rank, group=group)
-    return zigzag.to_natural(arrived.flatten(0, 1), 0, size)
+def _delta(dout: Tensor, out: Tensor) -> Tensor:
+    """Σ dout·out along the last dimension: [s, b, n, d] → [s, b, n, 1], fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    few_heads = zip(dout.chunk(8, 2), out.chunk(8, 2), strict=True)  # a wide copy of few at a time
+    return torch.cat([(a.to(wide) * b).sum(-1, keepdim=True) for a, b in few_heads], 2)
 
 
-def _to_tokens(heads: Tensor, size: int, group) -> Tensor:
-    """The inverse."""
-    if size == 1:
-        return heads
-    by_rank = torch.stack([zigzag.take(heads, 0, size, rank) for rank in range(size)])
-    arrived = torch.empty_like(by_rank)
-    dist.all_to_all_single(arrived, by_rank, group=group)
-    return arrived.movedim(0, 2).flatten(2, 3)
+def _stand_in(dout: Tensor, delta: Tensor) -> Tensor:
+    """A tensor like `dout` [s, b, n, d] with Σ dout·it = delta [s, b, n, 1] along the last.
 
-
-def _as_kernels(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """[s, b, n, d] and [s, b, g, d] as [b·g, n/g, s, d] and [b·g, 1, s, d]."""
-    s, b, g, d = k.shape
-    return [t.reshape(s, b * g, -1, d).permute(1, 2, 0, 3) for t in (q, k, v)]
-
-
-def _as_tokens(heads: Tensor, shape: torch.Size) -> Tensor:
-    """[b·g, r, s, d] as [s, b, g·r, d]."""
-    return heads.permute(2, 0, 1, 3).reshape(shape)
+    It is as long as `dout` asks for and no longer: |it| = |delta|/|dout| <= |out|.
+    """
+    largest = dout.abs().amax(-1, keepdim=True).to(delta.dtype)
+    largest.clamp_(min=torch.finfo(delta.dtype).tiny)
+    unit = dout / largest  # no square of it underflows unnoticed: one element is 1
+    square = unit.square().sum(-1, keepdim=True).clamp_(min=1)  # 0 where dout is
+    return (unit * (delta / largest / square)).to(dout.dtype)

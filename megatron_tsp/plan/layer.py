@@ -53,9 +53,9 @@ class Attention:
         """From the gradient of the output to those of queries, keys and values."""
         work = self.work
         if self.ranks > 1 and work.layout.exchange == "alltoall":
-            self._exchange_heads(self.there[0], 1, of=4)
+            self._exchange_heads(self.back[0], 1, of=4)
             self._attend(1.0, backward=True)
-            self._exchange_heads(self.there[0], 3, of=4)
+            self._exchange_heads(self.back[0], 3, of=4)
             return
         groups = self._groups()
         ring = work.layout.exchange == "ring"

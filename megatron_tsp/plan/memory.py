@@ -89,8 +89,6 @@ def _layer_saved(model: Model, layout: Layout) -> float:
     tokens, element = _tokens(model, layout), model.element
     features = 2 * model.hidden + 2 * model.q_width + 2 * _kv_width(model, layout)
     statistics = model.heads + 2 * (2 if model.layernorm else 1)
-    if layout.exchange == "alltoall" and layout.token_ranks > 1:
-        features += model.q_width  # the output by heads, and by tokens
     if model.qk_norm:
         features += model.q_width + _kv_width(model, layout)
         statistics += model.heads + model.kv_heads

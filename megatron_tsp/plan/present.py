@@ -3,6 +3,7 @@
 from argparse import Namespace
 from dataclasses import replace
 
+from megatron_tsp.arguments import attention_exchange
 from megatron_tsp.errors import TSPError
 from megatron_tsp.options import CP_COMM_TYPES
 from megatron_tsp.plan.layout import Layout
@@ -33,7 +34,7 @@ def from_args(args: Namespace, ranks: int) -> Layout:
     recompute, modules, layers = _recompute(args)
     exchange = "allgather"
     if args.tsp_size:
-        exchange = args.tsp_attention_exchange
+        exchange = attention_exchange(args)[0]
     elif context > 1:
         kind = args.cp_comm_type[0]
         exchange = CP_COMM_TYPES.get(kind)

@@ -46,7 +46,7 @@ def check(model: Model, layout: Layout) -> str | None:
         return f"sequence {model.sequence} is not divisible by {degree * layout.context}"
     if layout.exchange == "alltoall" and layout.token_ranks > 1:
         ranks = layout.degree * layout.context
-        if heads % ranks or (groups % ranks and ranks % groups):
+        if heads % ranks:
             return f"heads are not divisible by {ranks} ranks"
     if layout.virtual > 1 and layout.micro_batches(model.global_batch) % layout.pipeline:
         return "interleaving needs micro-batches in multiples of the stages"

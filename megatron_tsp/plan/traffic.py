@@ -6,7 +6,8 @@ ranks that a sequence is spread over in attention; f = (D-1)/D. Elements a layer
     TP+SP     forward 4·f·N·h/C, backward 6·f·N·h/C; each recompute of a layer the forward's again
     TSP       forward f·P, backward f·P and f·P of dW; P the layer's weights
     exchange  K and V gathered: 2·N·kv forward, 4·N·kv backward; passed round a ring: the same;
-              tokens for heads: (2q + 2kv)·N/X each way; all times (X-1)/X. Under tensor parallelism
+              tokens for heads: (2q + 2kv)·N/X each way, and backward a number for each row of
+              each head; all times (X-1)/X. Under tensor parallelism
               without a fold q and kv are those of the rank's heads
 
 The tests hold the counter of real runs (megatron_tsp/traffic.py) equal to these forms, to the byte,
@@ -19,6 +20,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
+from megatron_tsp.layers.head_shares import shares
 from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
 
@@ -113,7 +115,7 @@ def exchange(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
     ranks = layout.token_ranks
     shared = 1 if layout.fold else layout.degree  # ranks that the heads are spread over already
     # With fewer KV heads than tensor-parallel ranks, each rank has one.
-    q, kv = model.q_width // shared, max(model.kv_width // shared, model.channels)
+    heads, kv_heads = model.heads // shared, max(model.kv_heads // shared, 1)
     whole = layout.micro_batch * model.sequence * model.element * share(ranks)
     group = "tsp-kv" if layout.fold else "cp"
 
@@ -121,10 +123,12 @@ def exchange(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
         return Transfer(collective, group, "attention", Fraction(size))
 
     if layout.exchange == "alltoall":
-        kv = max(kv, ranks * model.channels)  # a KV head goes to all ranks that query it
-        both = [sent("all_to_all", (2 * q + 2 * kv) * whole / ranks)]
-        return both, both
-    kvs = 2 * kv * whole
+        # A KV head goes to all ranks that query it; backward, a number for each head's row as well.
+        copies = sum(s.kv.stop - s.kv.start for s in shares(heads, kv_heads, ranks))
+        there = (2 * heads + 2 * copies) * model.channels * whole / ranks
+        statistic = heads * max(model.element, 4) * whole / model.element / ranks
+        return [sent("all_to_all", there)], [sent("all_to_all", there + statistic)]
+    kvs = 2 * kv_heads * model.channels * whole
     if layout.exchange == "ring":
         return [sent("send", kvs)], [sent("send", 2 * kvs)]
     gather = sent("all_gather", kvs)
