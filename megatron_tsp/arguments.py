@@ -59,6 +59,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "(default: %(default)s).",
     )
     group.add_argument(
+        "--tsp-save-kv",
+        action="store_true",
+        help="With the exchange allgather, keep gathered K and V for the backward instead of "
+        "gathering them again: fewer bytes to send, D times the memory of K and V.",
+    )
+    group.add_argument(
         "--tsp-grad-dtype",
         choices=("fp32", "param"),
         default="fp32",
@@ -146,6 +152,13 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
             "--tensor-parallel-num-weight-shards does not work with --tsp-size: TSP shards the "
             "weights itself; drop the flag"
         )
+    if args.tsp_save_kv and args.tsp_attention_exchange == "alltoall":
+        raise TSPError(
+            "--tsp-save-kv keeps gathered K and V; --tsp-attention-exchange alltoall keeps what it "
+            "exchanged anyway: drop the flag"
+        )
+    if args.tsp_save_kv and args.tsp_blocks == "mlp":
+        raise TSPError("--tsp-save-kv is for TSP's attention; with --tsp-blocks mlp drop the flag")
     if "--cp-comm-type" in written and args.tsp_blocks != "mlp":
         raise TSPError(
             "--cp-comm-type does not work with --tsp-size: --tsp-attention-exchange says how the "
@@ -190,12 +203,14 @@ def check(args: Namespace) -> None:
 
 def options_from_args(args: Namespace) -> TSPOptions:
     """The settings that Megatron's configs have no field for."""
+    exchange = attention_exchange(args)[0]
     return TSPOptions(
         blocks=args.tsp_blocks,
         attention_schedule=args.tsp_attention_schedule,
         mlp_schedule=args.tsp_mlp_schedule,
         vocab_schedule=args.tsp_vocab_schedule,
-        attention_exchange=attention_exchange(args)[0],
+        attention_exchange=exchange,
+        save_kv=args.tsp_save_kv and exchange == "allgather",
         wide_grads=args.tsp_grad_dtype == "fp32",
         mlp_save_activations=args.tsp_mlp_save_activations,
         loss_chunk=args.tsp_loss_chunk,
@@ -218,6 +233,7 @@ def attention_exchange(args: Namespace) -> tuple[str, dict[str, int]]:
         element=2 if args.bf16 or args.fp16 else 4,
         recompute=args.recompute_granularity == "full"
         or (selective and "core_attn" in (args.recompute_modules or ())),
+        save_kv=args.tsp_save_kv,
     )
     return cheapest(shape)
 
@@ -241,6 +257,8 @@ def describe(args: Namespace) -> str:
         "allgather": "in zigzag order; K and V are all-gathered",
         "alltoall": "in zigzag order; attention exchanges tokens for heads",
     }[options.attention_exchange]
+    if options.save_kv:
+        exchange += " and kept for the backward"
     costs = attention_exchange(args)[1]
     if costs:
         sizes = ", ".join(f"{name} {size:,}" for name, size in costs.items())

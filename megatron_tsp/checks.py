@@ -44,10 +44,11 @@ def check_sizes(args: Namespace) -> None:
             zigzag.chunk_length(args.seq_length, degree * args.context_parallel_size)
         except TSPError as error:
             raise TSPError(f"--seq-length with --tsp-size {degree}{beside}: {error}") from None
-    if args.context_parallel_size > 1 and args.eod_mask_loss and not args.calculate_per_token_loss:
+    masks = "--eod-mask-loss" if args.eod_mask_loss else "--sft" if args.sft else None
+    if args.context_parallel_size > 1 and masks and not args.calculate_per_token_loss:
         raise TSPError(
-            "--eod-mask-loss with --context-parallel-size: the ranks count different numbers of "
-            "tokens, and Megatron averages their averages; pass --calculate-per-token-loss"
+            f"{masks} with --context-parallel-size: the ranks count different numbers of tokens, "
+            "and Megatron averages their averages; pass --calculate-per-token-loss"
         )
     if args.tsp_blocks == "mlp":
         check_context_parallel(args)

@@ -27,6 +27,7 @@ class TSPOptions:
         attention_schedule, mlp_schedule, vocab_schedule: how the weights of each kind of block
             travel; keys of `streaming.SCHEDULES`. The first two defaults are the paper's.
         attention_exchange: how queries meet the keys of other ranks, one of `EXCHANGES`.
+        save_kv: keep gathered K and V for the backward instead of gathering them again.
         wide_grads: sum dW of low-precision weights in fp32, on the wire too.
         mlp_save_activations: keep the MLP's hidden activations instead of computing them again.
         loss_chunk: tokens whose logits exist at a time in the loss.
@@ -37,6 +38,7 @@ class TSPOptions:
     mlp_schedule: str = "ring"
     vocab_schedule: str = "ring"
     attention_exchange: str = "allgather"
+    save_kv: bool = False
     wide_grads: bool = True
     mlp_save_activations: bool = False
     loss_chunk: int = 1024
@@ -48,6 +50,11 @@ class TSPOptions:
             raise TSPError(
                 f"TSP attention exchange {self.attention_exchange!r}: not one of "
                 f"{', '.join(EXCHANGES)}"
+            )
+        if self.save_kv and self.attention_exchange != "allgather":
+            raise TSPError(
+                f"TSP save_kv is for the exchange allgather: {self.attention_exchange} keeps what "
+                "it exchanged anyway"
             )
         for kind in ("attention", "mlp", "vocab"):
             check_schedule(getattr(self, f"{kind}_schedule"), f"TSP {kind} schedule")

@@ -96,6 +96,9 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
         (("--tsp-size=2",), {"tensor_parallel_num_weight_shards": 4}, "num-weight-shards"),
         (("--tsp-size=2", "--attention-backend=unfused"), {}, "unfused builds scores of s x s"),
         (("--tsp-size=2", "--flash-attention-version=2"), {}, "--flash-attention-version 2"),
+        (("--tsp-size=2", "--tsp-save-kv", "--tsp-attention-exchange=alltoall"), {},
+         "--tsp-save-kv keeps gathered K and V"),
+        (("--tsp-size=2", "--tsp-save-kv", "--tsp-blocks=mlp"), {}, "with --tsp-blocks mlp drop"),
         (("--tsp-size=2", "--window-size=8,4"), {}, "--window-size 8,4: attention is causal"),
         (("--tsp-size=2", "--window-size=-2,0"), {}, "a window is L,0"),
         (("--tsp-size=2", "--reset-attention-mask", "--dataloader-inter-document-masking"), {},
@@ -264,6 +267,7 @@ GQA = ("--group-query-attention", "--num-query-groups=2")
          (6 * 64 + 6 * 64 + 8) / 8),
         (("--tsp-size=2", "--context-parallel-size=3", "--seq-length=96"), "allgather", 6 * 64,
          None),  # 8 heads are not cut in 6
+        (("--tsp-size=8", *GQA, "--tsp-save-kv"), "allgather", 4 * 16, (8 * 64 + 8) / 8),
         (("--tsp-size=1",), "allgather", 6 * 64, None),
     ],
 )  # fmt: skip

@@ -20,7 +20,13 @@ from megatron_tsp.options import TSPOptions
 ULP = 4.8e-7  # of an fp32 loss between 4 and 8
 
 LLAMA = "--group-query-attention --num-query-groups 2 --qk-layernorm"
+GPT2 = (
+    "no:--swiglu no:--disable-bias-linear no:--untie-embeddings-and-output-weights "
+    "--normalization LayerNorm --position-embedding-type learned_absolute"
+)
 TP = "--tensor-model-parallel-size {} --sequence-parallel"
+TSP = "--tsp-size 2 --context-parallel-size 2"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DISTRIBUTED = (
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--ddp-bucket-size 5000"
@@ -55,12 +61,29 @@ def _assert_same(ranks, expected):
     [
         (2, "--context-parallel-size 2 --cp-comm-type all_gather a2a --tsp-baseline-core"),
         (4, f"{TP.format(2)} --context-parallel-size 2 --tsp-baseline-core {DISTRIBUTED}"),
-        (4, "--tsp-size 2 --context-parallel-size 2"),
-        (8, f"--tsp-size 2 --context-parallel-size 2 {DISTRIBUTED}"),
+        (4, f"{TSP} --tsp-save-kv --tsp-attention-exchange auto"),
+        (8, f"{TSP} {DISTRIBUTED} --tsp-attention-exchange alltoall"),
+        (4, f"{TSP} --tsp-blocks mlp --cp-comm-type all_gather {RECOMPUTE}"),
+        (4, f"{TSP} --tsp-blocks attention"),
     ],
 )
 def test_trains_as_at_tp_1(reference, tmp_path, world, flags):
     _assert_same(train(tmp_path, world, f"{LLAMA} {flags}"), reference(LLAMA))
+
+
+def test_learned_positions_train_as_at_tp_1(reference, tmp_path):
+    _assert_same(train(tmp_path, 4, f"{GPT2} {TSP}"), reference(GPT2))
+
+
+def test_a_run_goes_on_with_pipeline_stages(reference, tmp_path):
+    saving = f"--save {tmp_path}/checkpoint --save-interval 3 --ckpt-format torch_dist"
+    flags = f"{LLAMA} {TSP} --use-distributed-optimizer"
+    first = train(tmp_path / "first", 4, f"{flags} {saving} --exit-interval 3", exits=True)
+    # Without dropout there is no random state to carry over.
+    loading = f"--pipeline-model-parallel-size 2 --load {tmp_path}/checkpoint --no-load-rng"
+    rest = train(tmp_path / "rest", 8, f"{flags} {loading}")
+    last = next(rank for rank in rest if rank[0]["loss"] is not None)
+    _assert_same([[*first[0], *last]], reference(LLAMA))
 
 
 def _keep_kv_in_the_tsp_group():
@@ -69,9 +92,7 @@ def _keep_kv_in_the_tsp_group():
 
 def test_twin_without_the_other_groups_keys_differs(reference, tmp_path):
     flags = f"{LLAMA} --train-iters 2"
-    ranks = train(
-        tmp_path, 4, f"{flags} --tsp-size 2 --context-parallel-size 2", _keep_kv_in_the_tsp_group
-    )
+    ranks = train(tmp_path, 4, f"{flags} {TSP}", _keep_kv_in_the_tsp_group)
     assert _difference(ranks, reference(flags))[0] > 1e-4
 
 
@@ -108,6 +129,8 @@ def _layers(degree, context, kinds):
         )  # fmt: skip
         if kind in ("allgather", "alltoall"):
             backend = TSPSpecProvider(TSPOptions(attention_exchange=kind))
+        elif kind == "save_kv":
+            backend = TSPSpecProvider(TSPOptions(save_kv=True))
         else:
             backend = BaselineSpecProvider()
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -137,6 +160,7 @@ def test_a_layer_sends_what_the_formula_says():
         "p2p": {**tensor, ("cp", "attention"): gathered},
         "all_gather": {**tensor, ("cp", "attention"): gathered},
         "allgather": {**weights, ("tsp-kv", "attention"): of_all * 6 * TOKENS * KV * 4},
+        "save_kv": {**weights, ("tsp-kv", "attention"): of_all * 4 * TOKENS * KV * 4},
     }
     for counted in run(_layers, degree * context, degree, context, tuple(expected)):
         assert counted == expected

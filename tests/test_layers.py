@@ -402,6 +402,7 @@ CASES = {
     "mha-in-one-exchange": Attention(12, split=False),
     "gqa": Attention(4),
     "gqa-fewer-than-ranks": Attention(2),
+    "gqa-kept": Attention(4, exchange="allgather-kept"),
     "mqa": Attention(1),
     "mqa-on-8": Attention(1, heads=8, degrees=(8,), documents=DOCUMENTS, sinks="learnable"),
     "gqa-on-8": Attention(2, heads=8, degrees=(8,), window=7),

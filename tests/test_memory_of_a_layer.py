@@ -57,6 +57,11 @@ def test_a_layer_keeps_six_tensors_and_the_row_statistics(degree):
         assert run(_saved, degree, degree, options, {}) == [6.0] * degree
 
 
+def test_kept_keys_and_values_are_the_whole_sequences():
+    options = TSPOptions(save_kv=True)
+    assert run(_saved, 2, 2, options, {}) == [4.0 + 2 * 2] * 2
+
+
 def test_grouped_queries_keep_smaller_keys_and_values():
     assert run(_saved, 2, 2, TSPOptions(), {"num_query_groups": 2}) == [5.0] * 2
 

@@ -18,12 +18,17 @@ from megatron_tsp import parallel_state
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers import documents, kernels, sinks
 from megatron_tsp.layers.head_exchange import ExchangedHeads
-from megatron_tsp.layers.kv_gather import GatheredKV
+from megatron_tsp.layers.kv_gather import GatheredKV, KeptKV
 from megatron_tsp.layers.kv_ring import RingKV
 from megatron_tsp.layers.mask import Mask
 from megatron_tsp.options import CP_COMM_TYPES
 
-EXCHANGES = {"allgather": GatheredKV, "alltoall": ExchangedHeads, "ring": RingKV}
+EXCHANGES = {
+    "allgather": GatheredKV,
+    "allgather-kept": KeptKV,
+    "alltoall": ExchangedHeads,
+    "ring": RingKV,
+}
 
 
 class TSPCoreAttention(MegatronModule):

@@ -2,7 +2,8 @@
 
 Works on any group over which the tokens are laid out in zigzag order, and on one rank alone. Heads
 go in groups: while one group's attention computes, the next group's K and V are on their way, so
-at most two groups are whole in memory. The backward gathers again and reduce-scatters dK and dV.
+at most two groups are whole in memory. The backward gathers again, unless what was gathered is kept
+(`KeptKV`), and reduce-scatters dK and dV.
 
 The gather needs no reordering. The high chunks (2D-1-r of each rank r) are gathered in front of the
 low ones, which leaves the chunks in this order:
@@ -96,6 +97,12 @@ class _Exchange:
                 arriving = self.gather(packed)
             yield heads, local, whole, works
 
+    def kept(self, wholes: list[Tensor], groups: list[slice]):
+        """The same, from what was gathered before."""
+        for heads, whole in zip(groups, wholes, strict=True):
+            own = [whole[self.layout.gathered(chunk)] for chunk in self.layout.own()]
+            yield heads, torch.cat(own), whole, []
+
     def scatter(self, dkv: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """Start to sum [s, ...] over ranks, to the tokens' owners; returns [s/D, ...], works."""
         d, c = self.layout.size, self.layout.chunk
@@ -132,16 +139,17 @@ class GatheredKV(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, kernel, mask):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask, keep=False):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         layout = _Layout(size, rank, q.size(0) // (1 if size == 1 else 2))
         tiles = layout.tiles(mask)
         ctx.layout, ctx.tiles, ctx.kernel, ctx.group = layout, tiles, kernel, group
         v = v.contiguous()  # a view would keep the packed QKV alive until the backward
-        exchange, groups = _Exchange(group, layout), _head_groups(k, size)
+        ctx.kv_shape, ctx.groups = k.shape, _head_groups(k, size)
+        exchange, groups = _Exchange(group, layout), ctx.groups
         rep = q.size(2) // k.size(2)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lses = []
+        lses, kept = [], []
         with block("attention"):
             for heads, local, whole, works in exchange.each(k, v, groups):
                 of_heads = _query_heads(heads, rep)
@@ -152,31 +160,35 @@ class GatheredKV(torch.autograd.Function):
                         target, tiles, kernel,
                     )
                 )  # fmt: skip
-        ctx.save_for_backward(q, k, v, sinks, out, torch.cat(lses))
+                if keep:
+                    kept.append(whole)
+        kept = kept or (k, v)
+        ctx.save_for_backward(q, sinks, out, torch.cat(lses), *kept)
+        ctx.keeps = keep
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        layout = ctx.layout
-        exchange, groups = _Exchange(ctx.group, layout), _head_groups(k, layout.size)
-        rep = q.size(2) // k.size(2)
+        q, sinks, out, lse, *kv = ctx.saved_tensors
+        layout, groups = ctx.layout, ctx.groups
+        exchange = _Exchange(ctx.group, layout)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dk = torch.empty_like(k, memory_format=torch.contiguous_format)
-        dv = torch.empty_like(v)
+        dk, dv = q.new_empty(ctx.kv_shape), q.new_empty(ctx.kv_shape)
+        rep, batch = q.size(2) // dk.size(2), dk.size(1)
         dsinks = None if sinks is None else torch.empty_like(sinks)
-        lses = iter(lse.split([(h.stop - h.start) * k.size(1) for h in groups]))
+        lses = iter(lse.split([(h.stop - h.start) * batch for h in groups]))
+        gathered = exchange.kept(kv, groups) if ctx.keeps else exchange.each(*kv, groups)
         leaving = None
         with block("attention"):
-            for heads, local, whole, works in exchange.each(k, v, groups):
+            for heads, local, whole, works in gathered:
                 of_heads, of_lse = _query_heads(heads, rep), next(lses)
                 target = dq[:, :, of_heads].unflatten(2, (-1, rep))
                 slices = [_by_query_group(t[:, :, of_heads], whole.size(2)) for t in (dout, q, out)]
                 if sinks is not None:
                     dsink = flash.sinks_backward(
-                        slices[0], slices[2], of_lse, _of_heads(sinks, of_heads, k)
+                        slices[0], slices[2], of_lse, _of_heads(sinks, of_heads, dk)
                     )
-                    dsinks[of_heads] = dsink.view(k.size(1), -1).sum(0)
+                    dsinks[of_heads] = dsink.view(batch, -1).sum(0)
                 dwhole = _attend_backward(
                     *slices, local, whole, works, of_lse, target, layout, ctx.tiles, ctx.kernel
                 )
@@ -185,6 +197,15 @@ class GatheredKV(torch.autograd.Function):
                 leaving = (heads, *exchange.scatter(dwhole))
             _unpack(*leaving, dk, dv)
         return dq, dk, dv, dsinks, None, None, None
+
+
+class KeptKV(GatheredKV):
+    """The same, with K and V kept for the backward as they were gathered: 2·N·kv less to send, and
+    2·N·kv elements a layer instead of 2·N·kv/D in memory."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return GatheredKV.forward(ctx, *args, keep=True)
 
 
 #: Below this many gathered bytes a smaller exchange saves little memory and costs its latency.

@@ -124,7 +124,10 @@ class TSPSpecProvider(BaselineSpecProvider):
         """Over tokens that are spread, by the exchange that the options name."""
         if not self.options.streams_attention:
             return super().core_attention()
-        return partial(TSPCoreAttention, exchange=self.options.attention_exchange)
+        exchange = self.options.attention_exchange
+        if self.options.save_kv:
+            exchange = "allgather-kept"
+        return partial(TSPCoreAttention, exchange=exchange)
 
     def _how(self, schedule: str, kind: str) -> dict:
         return {"schedule": schedule, "kind": kind, "wide_grads": self.options.wide_grads}

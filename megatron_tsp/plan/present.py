@@ -35,6 +35,8 @@ def from_args(args: Namespace, ranks: int) -> Layout:
     exchange = "allgather"
     if args.tsp_size:
         exchange = attention_exchange(args)[0]
+        if args.tsp_save_kv:
+            raise TSPError("megatron-tsp plan does not price --tsp-save-kv; drop it")
     elif context > 1:
         kind = args.cp_comm_type[0]
         exchange = CP_COMM_TYPES.get(kind)
