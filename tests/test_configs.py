@@ -8,6 +8,7 @@ import pytest
 from ranks import run
 
 from megatron_tsp.ab import arms, config
+from megatron_tsp.trace import trace
 
 FOLDER = Path(__file__).parents[1] / "configs"
 CONFIGS = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
@@ -75,3 +76,19 @@ def test_flags_that_are_not_obvious_have_their_reason():
     for name in [name for name in CONFIGS if name.endswith("gpus.yaml")]:
         for line in (FOLDER / name).read_text().splitlines():
             assert not any(word in line for word in needed) or "#" in line, (name, line)
+
+
+# Not a mixture of experts, which the tracer does not carry: where tokens go depends on their values.
+TRACED = [
+    name for name in CONFIGS if name.endswith(("8gpus.yaml", "ab.yaml")) and "moe" not in name
+]
+
+
+@pytest.mark.parametrize("name", [*TRACED, "7b_128k/1024gpus.yaml"])
+def test_a_configuration_traces_and_tsp_sends_less_where_sequences_are_long(name):
+    """One layer and one micro-batch, as rank 0 of all."""
+    read = config.read(FOLDER / name)
+    small = {"--num-layers": "1", "--global-batch-size": str(max(1, read.ranks // 8))}
+    tsp, tp_sp = (trace(read, arm, settings=small) for arm in ("tsp", "tp_sp"))
+    assert tsp.peak_bytes < tp_sp.peak_bytes
+    assert "128k" not in name or tsp.sent_bytes < tp_sp.sent_bytes
