@@ -206,21 +206,38 @@ def _add_trace(commands) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write everything there is to know")
     parser.add_argument("--timeline", metavar="FILE.png", help="draw live bytes over the step")
+    parser.add_argument(
+        "--max-context",
+        type=float,
+        metavar="GIB",
+        help="find the longest sequence that fits in a device of this size instead",
+    )
+    parser.add_argument(
+        "--reserve",
+        type=float,
+        metavar="GIB",
+        help="of the device, for what a trace does not see (default: 4)",
+    )
     parser.set_defaults(run=_run_trace)
 
 
 def _run_trace(args) -> int:
-    from megatron_tsp.trace import command
+    from megatron_tsp.trace import command, limits
 
-    return command.run(
-        args.config,
-        args.arms.split(",") if args.arms else None,
-        args.rank,
-        args.world_size,
-        args.set,
+    arms = args.arms.split(",") if args.arms else None
+    if args.max_context is None:
+        if args.reserve is not None:
+            raise TSPError("--reserve needs --max-context")
+        return command.run(
+            args.config, arms, args.rank, args.world_size, args.set, args.json, args.timeline
+        )
+    if len(args.rank) > 1 or args.timeline:
+        raise TSPError("--max-context takes one --rank and no --timeline")
+    reserve = limits.RESERVE if args.reserve is None else args.reserve
+    return command.run_max_context(
+        args.config, arms, args.rank[0], args.world_size, args.set, args.max_context, reserve,
         args.json,
-        args.timeline,
-    )
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------

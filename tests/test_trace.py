@@ -1,13 +1,18 @@
 """The tracer against real ranks with real tensors: the same peak, the same bytes."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from training import TINY, train
 
 from megatron_tsp.ab.config import Config
-from megatron_tsp.trace import trace
+from megatron_tsp.cli import main as cli
+from megatron_tsp.errors import TSPError
+from megatron_tsp.trace import limits, trace
 
 SHAPE = "--hidden-size 128 --ffn-hidden-size 384 --seq-length 512 --max-position-embeddings 512"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -33,7 +38,9 @@ def _even_tokens():
     """Token ids that are spread evenly over the vocabulary, on each rank: what the tracer takes."""
     from megatron.training import get_args
 
-    from megatron_tsp.training import gpt
+    from megatron_tsp.training import gpt, record
+
+    record.MEMORY_STEPS = (4,)
 
     get_batch = gpt.get_batch
 
@@ -72,3 +79,76 @@ def test_a_trace_is_what_real_ranks_measure(tmp_path, world, flags):
         assert sum(traced.split.values()) == traced.peak_bytes
         assert traced.sent_by("collective") == real["bytes_sent"]
         assert traced.sent_by("group") == real["bytes_by_group"]
+
+
+def test_any_rank_of_a_large_world():
+    traced = trace(_config("--tsp-size 2 --global-batch-size 2048"), "arm", 2047, 2048)
+    assert 0 < traced.peak_bytes < 2**30
+    assert traced.sent_by("group")["dp-cp"] > 0
+    assert traced.flops > 0
+
+
+def _write(path, **changes) -> str:
+    top = {
+        "NPROC_PER_NODE": 2,
+        "MODEL_ARGS": {flag: value for flag, value in _config("").arms["arm"].items()},
+        **changes,
+    }
+    path.write_text(yaml.safe_dump(top))
+    return str(path)
+
+
+def test_the_command_writes_a_table_json_and_a_picture(tmp_path, capsys):
+    config = _write(tmp_path / "ab.yaml")
+    files = [str(tmp_path / name) for name in ("out.json", "out.png")]
+    assert cli(["trace", config, "--json", files[0], "--timeline", files[1]]) == 0
+    assert "| tp_sp | 0 of 2 |" in capsys.readouterr().out
+    arms = json.loads(Path(files[0]).read_text())
+    assert [arm["arm"] for arm in arms] == ["tp_sp", "tsp"]
+    assert arms[1]["sent_by_block"]["mlp"] > 0
+    assert Path(files[1]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_longest_is_the_last_that_fits():
+    class Done:
+        def __init__(self, tokens):
+            self.peak_bytes = 1000 + 3 * tokens + tokens**2 // 4096
+
+        def result(self):
+            return self
+
+    for room in (100, 10_000, 123_456, 9_999_999):
+        found = limits.longest("arm", Done, 16, room, 2048)
+        step = limits._step(found.tokens or 16, 16)
+        assert found.tokens == 0 or Done(found.tokens).peak_bytes <= room
+        assert Done(found.tokens + step).peak_bytes > room
+        assert found.traces <= 16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arms", "tps"], "no arm 'tps'; did you mean 'tsp'?"),
+        (["--set", "seq-lenght=64"], "no flag '--seq-lenght'; did you mean '--seq-length'?"),
+        (["--set", "seq-length"], "--set seq-length: expected name=value"),
+        (["--rank", "2"], "--rank 2: the job has ranks 0 to 1"),
+        (["--reserve", "1"], "--reserve needs --max-context"),
+        (["--max-context", "4"], "--max-context 4: the reserve takes 4 GiB of it"),
+        (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_traced(tmp_path, capsys, words, message):
+    assert cli(["trace", _write(tmp_path / "ab.yaml"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "message"),
+    [
+        ("--tsp-size 2 --attention-dropout 0.1", 2, "--attention-dropout 0.1 does not work"),
+        ("--tensor-model-parallel-size 2", 3, "Megatron refuses these flags: world size (3)"),
+    ],
+)
+def test_what_pretrain_refuses_is_refused(flags, world, message):
+    with pytest.raises(TSPError, match=re.escape(message)):
+        trace(_config(flags), "arm", 0, world)

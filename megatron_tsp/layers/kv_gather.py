@@ -210,15 +210,18 @@ class KeptKV(GatheredKV):
 
 #: Below this many gathered bytes a smaller exchange saves little memory and costs its latency.
 _WORTH_SPLITTING = 4 * 2**20
+#: Above this many, fewer heads go at a time: four such buffers live in the backward.
+_TOO_MANY = 128 * 2**20
 
 
 def _head_groups(k: Tensor, size: int) -> list[slice]:
-    """KV heads by exchange: an owner's share at a time (one head where D exceeds them), or more
-    while they are small."""
+    """KV heads by exchange: an owner's share at a time (one head where D exceeds them), more while
+    they are small, fewer where they are large."""
     heads = k.size(2)
     step = heads // size if heads % size == 0 else 1
-    gathered = 2 * k[:, :, :step].numel() * k.element_size() * size
-    step *= max(1, _WORTH_SPLITTING // gathered)
+    one = 2 * k[:, :, :1].numel() * k.element_size() * size  # bytes of a head, gathered
+    step *= max(1, _WORTH_SPLITTING // (step * one))
+    step = min(step, max(1, _TOO_MANY // one))
     return [slice(at, min(at + step, heads)) for at in range(0, heads, step)]
 
 

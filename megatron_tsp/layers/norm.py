@@ -52,16 +52,23 @@ class Normalize:
             wide, scale, shift = self._operands(x, weight, bias)
             y, *statistics = torch.native_layer_norm(wide, scale.shape, scale, shift, self.eps)
             return y.to(x.dtype), torch.stack(statistics)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        rstd = rstd.square_().div_(x.size(-1)).add_(self.eps).rsqrt_()
-        return self._scaled(wide * rstd, weight, x.dtype), rstd
+
+        def part(x):
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            rstd = rstd.square_().div_(x.size(-1)).add_(self.eps).rsqrt_()
+            return self._scaled(wide * rstd, weight, x.dtype), rstd
+
+        y, rstd = _by_rows(part, x)
+        return y, rstd
 
     def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor) -> Tensor:
         """y once more."""
         if not self.rms:
             return self.forward(x, weight, bias)[0]
-        return self._scaled(x * statistics, weight, x.dtype)
+        return _by_rows(
+            lambda x, rstd: (self._scaled(x * rstd, weight, x.dtype),), x, statistics
+        )[0]
 
     def backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor
@@ -74,11 +81,17 @@ class Normalize:
                 dy.to(wide.dtype), wide, scale.shape, *statistics, scale, shift, mask
             )
             return tuple(None if grad is None else grad.to(x.dtype) for grad in grads)
-        xhat = x * statistics
-        dweight = (dy * xhat).flatten(0, -2).sum(0).to(weight.dtype)
-        dxhat = (dy * self._weight(weight)).to(xhat.dtype)
-        mean = (dxhat * xhat).mean(-1, keepdim=True)
-        return dxhat.sub_(xhat.mul_(mean)).mul_(statistics).to(x.dtype), dweight, None
+        dweights = []
+
+        def part(dy, x, rstd):
+            xhat = x * rstd
+            dweights.append((dy * xhat).sum(0))
+            dxhat = (dy * self._weight(weight)).to(xhat.dtype)
+            mean = (dxhat * xhat).mean(-1, keepdim=True)
+            return (dxhat.sub_(xhat.mul_(mean)).mul_(rstd).to(x.dtype),)
+
+        (dx,) = _by_rows(part, dy, x, statistics)
+        return dx, sum(dweights).to(weight.dtype), None
 
     def _scaled(self, normal: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if self.zero_centered:
@@ -94,6 +107,30 @@ class Normalize:
         if self.zero_centered:
             return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
         return weight
+
+
+#: Numbers that are wide at a time: a fp32 copy of all tokens would be the largest tensor there.
+_AT_ONCE = 2**22
+
+
+def _by_rows(function, *tensors: Tensor) -> list[Tensor]:
+    """function(rows of each tensor) → a tuple of rows, for all rows, some at a time.
+
+    The tensors are [..., any], alike in front; so are the results.
+    """
+    rows = [t.reshape(-1, t.size(-1)) for t in tensors]
+    number, width = rows[0].shape
+    step = max(1, _AT_ONCE // width)
+    results: list[Tensor] = []
+    if number <= step:
+        results += function(*rows)
+    else:
+        for at in range(0, number, step):
+            parts = function(*(t[at : at + step] for t in rows))
+            results = results or [part.new_empty(number, part.size(-1)) for part in parts]
+            for result, part in zip(results, parts, strict=True):
+                result[at : at + step] = part
+    return [result.view(*tensors[0].shape[:-1], result.size(-1)) for result in results]
 
 
 class _Norm(torch.autograd.Function):

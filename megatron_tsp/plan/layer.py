@@ -88,8 +88,9 @@ class Attention:
         model = self.work.model
         heads = self.kv // model.channels
         step = heads // self.ranks if heads % self.ranks == 0 else 1
-        gathered = 2 * step * model.channels * self.rows * self.ranks * model.element
-        step *= max(1, passes.WORTH_SPLITTING // gathered)
+        one = 2 * model.channels * self.rows * self.ranks * model.element
+        step *= max(1, int(passes.WORTH_SPLITTING // (step * one)))
+        step = min(step, max(1, int(passes.TOO_MANY // one)))
         return -(-heads // step)
 
     def _gather(self, groups: int, backward: bool = False) -> Event:

@@ -24,6 +24,8 @@ CROSS_ENTROPY_BACKWARD = {2: 12, 4: 7}
 ATTENTION_BACKWARD = 2.5
 #: A head group's K and V are gathered by no less than this (`kv_gather._WORTH_SPLITTING`).
 WORTH_SPLITTING = 4 * 2**20
+#: ... and by no more than this, or a head (`kv_gather._TOO_MANY`).
+TOO_MANY = 128 * 2**20
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 
 from megatron_tsp.ab import config as ab_config
+from megatron_tsp.ab import quiet_imports
 from megatron_tsp.ab.arms import DEFAULT
 from megatron_tsp.errors import TSPError
-from megatron_tsp.trace import report
+from megatron_tsp.trace import limits, report
 from megatron_tsp.trace.pool import Pool
 from megatron_tsp.trace.result import Trace
-from megatron_tsp.trace.tracing import settings, start
+from megatron_tsp.trace.tracing import prepare, settings, start, unit_of
 
 
 def run(
@@ -34,10 +35,9 @@ def run(
     Raises:
         TSPError: the configuration cannot run, or a file cannot be written.
     """
+    quiet_imports()
     read, flags = ab_config.read(config), settings(words)
-    for path in filter(None, (json_file, timeline)):
-        if not os.access(Path(path).parent, os.W_OK):
-            raise TSPError(f"cannot write {path}: its folder is missing or not writable")
+    _check_writable(json_file, timeline)
     names = list(dict.fromkeys(arms or DEFAULT))
     traces = trace_all(
         [(name, rank) for name in names for rank in ranks],
@@ -49,10 +49,80 @@ def run(
             print(f"{trace.arm}: {note}")
     print(report.RESERVE_NOTE)
     if json_file:
-        Path(json_file).write_text(json.dumps([trace.json() for trace in traces], indent=1) + "\n")
+        _write(json_file, [trace.json() for trace in traces])
     if timeline:
         report.draw(traces, Path(timeline))
     return 0
+
+
+def run_max_context(
+    config: str,
+    arms: list[str] | None,
+    rank: int,
+    world: int | None,
+    words: list[str],
+    room: float,
+    reserve: float,
+    json_file: str | None,
+) -> int:
+    """Find and print the longest sequence of each arm whose peak and reserve fit in `room` GiB.
+
+    Raises:
+        TSPError: as `run`; or the reserve leaves no room.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    if room <= reserve:
+        raise TSPError(
+            f"--max-context {room:g}: the reserve takes {reserve:g} GiB of it (--reserve)"
+        )
+    _check_writable(json_file)
+    quiet_imports()
+    read, flags = ab_config.read(config), settings(words)
+    names = list(dict.fromkeys(arms or DEFAULT))
+    pool = Pool(min(len(names), _processes()))
+
+    def find(name: str) -> limits.Limit:
+        made, _ = prepare(read, name, flags)
+
+        def start_one(tokens: int):
+            return start(read, name, rank, world, flags | {"--seq-length": str(tokens)}, pool)
+
+        guess = int(made.flags.get("--seq-length") or 4096)
+        room_for_tensors = int((room - reserve) * report.GIB)
+        return limits.longest(name, start_one, unit_of(made), room_for_tensors, guess)
+
+    try:
+        with ThreadPoolExecutor(len(names)) as threads:
+            from tqdm import tqdm
+
+            found = [*tqdm(threads.map(find, names), total=len(names), desc="arm", unit="arm")]
+    finally:
+        pool.close()
+    print(f"\n{report.limits_table(found, room, reserve)}\n\n{report.RESERVE_NOTE}")
+    if json_file:
+        rows = [
+            {
+                "arm": one.arm,
+                "max_seq_length": one.tokens,
+                "trace": one.trace and one.trace.json(),
+                "gib": room,
+                "reserve_gib": reserve,
+            }
+            for one in found
+        ]
+        _write(json_file, rows)
+    return 0
+
+
+def _check_writable(*paths: str | None) -> None:
+    for path in filter(None, paths):
+        if not os.access(Path(path).absolute().parent, os.W_OK):
+            raise TSPError(f"cannot write {path}: its folder is missing or not writable")
+
+
+def _write(path: str, rows: list) -> None:
+    Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def trace_all(jobs: list, start_one, size: int | None = None) -> list[Trace]:

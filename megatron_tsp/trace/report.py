@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_tsp.trace.limits import Limit
 from megatron_tsp.trace.result import Trace
 
 GIB = 2**30
@@ -28,8 +29,7 @@ def table(traces: Sequence[Trace]) -> str:
         ]
         for trace in traces
     ]
-    lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
-    return "\n".join(lines)
+    return _markdown([head, *rows])
 
 
 def traffic(traces: Sequence[Trace]) -> str:
@@ -40,7 +40,28 @@ def traffic(traces: Sequence[Trace]) -> str:
     rows = [
         [*key, *(f"{sums.get(key, 0) / GIB:.3f}" for sums in sent)] for key in keys
     ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    return _markdown([head, *rows])
+
+
+def limits_table(found: Sequence[Limit], room: float, reserve: float) -> str:
+    """Markdown: the longest sequence of each arm."""
+    head = ["arm", f"longest sequence in {room:g} GiB", "its peak GiB", "at", "traces"]
+    rows = [
+        [
+            one.arm,
+            f"{one.tokens:,}" if one.trace else "none",
+            f"{one.trace.peak_bytes / GIB:.2f} + {reserve:g}" if one.trace else "",
+            place(one.trace) if one.trace else "",
+            str(one.traces),
+        ]
+        for one in found
+    ]
+    return _markdown([head, *rows])
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    head, *rest = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rest])
 
 
 def place(trace: Trace) -> str:

@@ -1,5 +1,6 @@
 """From a configuration and the name of an arm to the trace of one of its ranks."""
 
+import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -130,3 +131,10 @@ def prepare(config: Config, name: str, settings: Flags) -> tuple[Arm, list[str]]
     if isinstance(length, str) and isinstance(known, str) and length.isdigit() and known.isdigit():
         arm.flags["--max-position-embeddings"] = str(max(int(length), int(known)))
     return arm, notes
+
+
+def unit_of(arm: Arm) -> int:
+    """A number of tokens whose multiples every rank of the arm can share: 1024 where it can be."""
+    sizes = ("--tsp-size", "--tensor-model-parallel-size", "--context-parallel-size")
+    ranks = math.prod(int(arm.flags.get(flag, 1)) for flag in sizes)
+    return math.lcm(1024, 2 * ranks)
