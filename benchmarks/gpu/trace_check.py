@@ -1,6 +1,6 @@
 """A trace against one GPU: rank 0 of 8 on the fake process group, with real CUDA tensors.
 
-    python benchmarks/gpu/trace_check.py CONFIG.yaml --arms tp_sp,tsp [--set seq-length=32768]
+    python -m benchmarks.gpu.trace_check CONFIG.yaml --arms tp_sp,tsp [--set seq-length=32768]
 
 Needs one NVIDIA GPU, and no other ranks: a fake group answers every collective at once. Where a
 real one would have written, buffers are filled with small numbers, so that no kernel meets NaN.
@@ -52,7 +52,7 @@ def compare(args, arm: str) -> dict:
     made, _ = prepare(ab_config.read(args.config), arm, flags)
     request = {"argv": made.words(), "world": traced.world, "environment": made.env}
     child = subprocess.run(
-        [sys.executable, __file__, args.config, "--measure", json.dumps(request)],
+        [sys.executable, "-m", "benchmarks.gpu.trace_check", args.config, "--measure", json.dumps(request)],
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     measured = json.loads(child.stdout.splitlines()[-1])
