@@ -51,8 +51,9 @@ def compare(args, arm: str) -> dict:
     traced = trace(args.config, arm, 0, args.world_size, flags)
     made, _ = prepare(ab_config.read(args.config), arm, flags)
     request = {"argv": made.words(), "world": traced.world, "environment": made.env}
+    again = [sys.executable, "-m", "benchmarks.gpu.trace_check", args.config]
     child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.trace_check", args.config, "--measure", json.dumps(request)],
+        [*again, "--measure", json.dumps(request)],
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     measured = json.loads(child.stdout.splitlines()[-1])
