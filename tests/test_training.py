@@ -135,6 +135,13 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path, breaking):
         assert_same(broken, reference(LLAMA))
 
 
+def _no_groups():
+    def refused(*args, **kwargs):
+        raise RuntimeError("a process group is being made")
+
+    dist.new_group = refused
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -144,6 +151,7 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path, breaking):
         ("--tsp-size 3", "--num-attention-heads 8 is not divisible by --tsp-size 3: the nearest "
          "are 6 or 9"),
         ("--tsp-size 2 --seq-length 66 --max-position-embeddings 66", "the nearest are 64 or 68"),
+        ("--tsp-size 2", "1 ranks are not a multiple of --tsp-size 2: the nearest are 2"),
         ("--tsp-size 0", "the degree is at least 1"),
         ("--tsp-loss-chunk 8", "--tsp-loss-chunk needs --tsp-size"),
         ("--tsp-size 2 --tsp-loss-chunk 0", "--tsp-loss-chunk 0"),
@@ -160,4 +168,9 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path, breaking):
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_name(tmp_path, flags, message):
     with pytest.raises(RankFailed, match=re.escape(message)):
-        train(tmp_path, 1, flags)
+        train(tmp_path, 1, flags, before=_no_groups)
+
+
+def test_twin_that_is_not_refused_comes_to_making_groups(tmp_path):
+    with pytest.raises(RankFailed, match="a process group is being made"):
+        train(tmp_path, 1, "--tsp-size 1", before=_no_groups)
