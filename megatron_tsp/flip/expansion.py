@@ -88,10 +88,7 @@ class Expansion:
                 if elements is None:
                     return [Word((Piece(None, span[0], span, self._text(inner)),), span)]
                 if quoted and index == "*":
-                    joined: list[Piece] = []
-                    for element in elements:
-                        joined += [*element.pieces, replace(BLANK, quoted=True)]
-                    return [Word(tuple(joined[:-1]), span)]
+                    return [Word(tuple(_joined(elements)), span)]
                 if quoted:
                     return elements
                 return [word for element in elements for word in _unquoted(element)]
@@ -142,6 +139,10 @@ class Expansion:
         span = span[0] + len(text) - len(text.lstrip()), span[1]
         text = text.lstrip()
         hole = [Piece(None, span[0], span, text, quoted and "@" not in text)]
+        reference = _reference(text)
+        if reference and reference[1] and quoted and (reference[1] == "*" or self._reading):
+            elements = self._array(reference[0], node.start_byte)
+            return hole if elements is None else _joined(elements)
         name, default = _plain(text), None
         if name is None:
             children = [child for child in node.children if child.type not in ("${", "}")]
@@ -238,6 +239,14 @@ def _under(piece: Piece, one: Assignment) -> Piece:
     if one.conditions and one.span[0] <= piece.at < one.span[1]:
         return replace(piece, conditions=piece.conditions | one.conditions)
     return piece
+
+
+def _joined(elements: Sequence[Word]) -> list[Piece]:
+    """The elements of an array as `"${ARRAY[*]}"` gives them: in one word."""
+    pieces: list[Piece] = []
+    for element in elements:
+        pieces += [*element.pieces, replace(BLANK, quoted=True)]
+    return pieces[:-1]
 
 
 def _unquoted(element: Word) -> list[Word]:

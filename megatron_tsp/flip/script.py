@@ -154,7 +154,9 @@ class Script:
         parts += node.children_by_field_name("argument")
         words = self._expansion.words(parts, positional)
         span = node.start_byte, node.end_byte
-        shown = name is not None and self._text(name) in _PRINTING and self._to_the_user(node)
+        prints = name is not None and self._text(name) in _PRINTING
+        prints = prints and not any(word.text == "-v" for word in words)  # into a variable
+        shown = prints and self._to_the_user(node)
         return Command(tuple(words), span, shown)
 
     def _to_the_user(self, node) -> bool:
