@@ -1,5 +1,7 @@
 """Mixtures of experts: experts spread over the TSP group, through `pretrain`, against TP 1."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,12 @@ from experts import same_experts
 from megatron.core.transformer.moe import router
 from ranks import RankFailed
 from reference import assert_same, references
-from training import train
+from training import losses, train
+
+from megatron_tsp.errors import TSPError
+from megatron_tsp.layers.shared_experts import TSPSharedExpertMLP
+from megatron_tsp.models import backends
+from megatron_tsp.options import TSPOptions
 
 COMMON = "--num-experts 4 --moe-ffn-hidden-size 48 --group-query-attention --num-query-groups 2"
 MIXED = (
@@ -155,3 +162,26 @@ def test_a_run_flips_in_the_middle(reference, tmp_path, before, after):
         return assert_same(rest, expected)
     joined = [[*first[0], *next(rank for rank in rest if rank[0]["loss"] is not None)]]
     assert_same(joined, reference(MIXED))
+
+
+@pytest.mark.parametrize(
+    "flag", ["--moe-router-force-load-balancing", "--moe-router-force-biased 0.5"]
+)
+def test_random_routing_trains(tmp_path, flag):
+    """For benchmarks; every rank draws its own logits, so there is no reference."""
+    values = losses(_run(tmp_path, 2, f"{MIXED} {EP.format(2)} {ALL_TO_ALL} {flag}"))
+    assert values[-1] < values[0] < 6
+
+
+def test_grouped_experts_are_transformer_engines(monkeypatch):
+    config = SimpleNamespace(moe_grouped_gemm=True)
+    provider = backends.TSPSpecProvider(TSPOptions())
+    with pytest.raises(TSPError, match="--moe-grouped-gemm needs Transformer Engine"):
+        provider.moe(config)
+    asked = SimpleNamespace(grouped_mlp_modules=lambda grouped: ("grouped experts", grouped))
+    monkeypatch.setattr(backends.transformer_engine, "HAVE_TE", True)
+    monkeypatch.setattr(backends, "TESpecProvider", lambda: asked)
+    submodules = provider.moe(config).keywords["submodules"]
+    assert submodules.experts == ("grouped experts", True)
+    shared = submodules.shared_experts
+    assert shared.func is TSPSharedExpertMLP  # they stream all the same

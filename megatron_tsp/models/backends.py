@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import get_pg_rank
 
+from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.core_attention import TSPCoreAttention
 from megatron_tsp.layers.linear import (
@@ -85,7 +86,15 @@ class BaselineSpecProvider(LocalSpecProvider):
         return MultiTokenPredictionLayer, self.column_parallel_linear()
 
     def moe(self, config: TransformerConfig):
-        """The builder of a mixture of experts: Megatron's, the experts whole on their rank."""
+        """The builder of a mixture of experts: Megatron's, the experts whole on their rank.
+
+        Raises:
+            TSPError: for grouped GEMMs without Transformer Engine, whose experts have them.
+        """
+        if config.moe_grouped_gemm and not transformer_engine.HAVE_TE:
+            raise TSPError(
+                "--moe-grouped-gemm needs Transformer Engine, which is not installed; drop the flag"
+            )
         provider = TESpecProvider() if config.moe_grouped_gemm else self
         experts = provider.grouped_mlp_modules(config.moe_grouped_gemm)
         return partial(

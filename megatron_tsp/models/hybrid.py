@@ -85,7 +85,9 @@ class TSPHybridModelBuilder(HybridModelBuilder):
             )
         return TSPHybridModel(
             config=transformer,
-            hybrid_stack_spec=stack_spec(TSPSpecProvider(config.tsp), transformer),
+            hybrid_stack_spec=stack_spec(
+                TSPSpecProvider(config.tsp, transformer), transformer
+            ),
             vocab_size=vocab_size,
             max_sequence_length=config.seq_length,
             hybrid_layer_pattern=config.hybrid_layer_pattern,
