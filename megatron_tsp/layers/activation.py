@@ -40,18 +40,33 @@ class Activation:
             up = up + self.offset
         return self.function(gate) * up
 
-    def backward(self, z: Tensor, dactive: Tensor) -> tuple[Tensor, Tensor]:
-        """(act(z), dz) for the gradient `dactive` of act(z); shapes as in the forward."""
+    def backward(self, z: Tensor, dactive: Tensor, reuse: bool = False) -> tuple[Tensor, Tensor]:
+        """(act(z), dz) for the gradient `dactive` of act(z); shapes as in the forward.
+
+        The result may lie in the memory of `dactive`, and with `reuse` in that of z.
+        """
         if self.swiglu:
-            gate, up = z.chunk(2, dim=-1)
-            silu = F.silu(gate)
-            dz = torch.empty_like(z)
-            dgate, dup = dz.chunk(2, dim=-1)
-            torch.mul(dactive, silu, out=dup)
-            dgate.copy_(torch.ops.aten.silu_backward(dactive * up, gate))
-            return silu.mul_(up), dz
+            dz = z if reuse else torch.empty_like(z)
+            step = max(1, _AT_ONCE // z.size(-1))
+            for rows in zip(z.split(step), dactive.split(step), dz.split(step), strict=True):
+                _swiglu_backward(*rows)
+            return dactive, dz
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             active = self(z)
             (dz,) = torch.autograd.grad(active, z, dactive)
         return active.detach(), dz
+
+
+#: Numbers of z at a time: what lies between z and dz is then small.
+_AT_ONCE = 2**22
+
+
+def _swiglu_backward(z: Tensor, dactive: Tensor, dz: Tensor) -> None:
+    """Put dz into `dz`, which may be z, and silu(gate)·up into `dactive`."""
+    (gate, up), (dgate, dup) = z.chunk(2, dim=-1), dz.chunk(2, dim=-1)
+    silu, dsilu = F.silu(gate), dactive * up
+    active = silu * up
+    torch.mul(dactive, silu, out=dup)
+    dgate.copy_(torch.ops.aten.silu_backward(dsilu, gate))
+    dactive.copy_(active)

@@ -26,6 +26,8 @@ from megatron_tsp.traffic import block as label
 
 #: Below this many bytes of queries a smaller exchange saves little memory and costs its latency.
 _WORTH_SPLITTING = 4 * 2**20
+#: Numbers that are in full precision at a time, on the way from low ones to low ones.
+_WIDE_AT_ONCE = 2**21
 
 
 class _Arrival(NamedTuple):
@@ -217,8 +219,13 @@ def _stand_in(dout: Tensor, delta: Tensor) -> Tensor:
 
     It is as long as `dout` asks for and no longer: |it| = |delta|/|dout| <= |out|.
     """
-    largest = dout.abs().amax(-1, keepdim=True).to(delta.dtype)
-    largest.clamp_(min=torch.finfo(delta.dtype).tiny)
-    unit = dout / largest  # no square of it underflows unnoticed: one element is 1
-    square = unit.square().sum(-1, keepdim=True).clamp_(min=1)  # 0 where dout is
-    return (unit * (delta / largest / square)).to(dout.dtype)
+    result = torch.empty_like(dout)
+    step = max(1, _WIDE_AT_ONCE // dout[0].numel())
+    for some in zip(dout.split(step), delta.split(step), result.split(step), strict=True):
+        dout_, delta_, into = some
+        largest = dout_.abs().amax(-1, keepdim=True).to(delta.dtype)
+        largest.clamp_(min=torch.finfo(delta.dtype).tiny)
+        unit = dout_ / largest  # no square of it underflows unnoticed: one element is 1
+        square = unit.square().sum(-1, keepdim=True).clamp_(min=1)  # 0 where dout is
+        into.copy_(unit.mul_(delta_ / largest / square))
+    return result

@@ -49,10 +49,8 @@ class _StreamedMLP(torch.autograd.Function):
         grads = ctx.block.gradients(ctx.shards, ctx.needs_input_grad[1 : 1 + len(ctx.shards)])
         dx = torch.zeros_like(rows)
         for owner, (v1, v2, *c1) in ctx.block.backward(ctx.shards, grads):
-            hidden = kept[owner]
-            if hidden is None:
-                hidden = _hidden(normal, v1, c1)
-            active, dhidden = ctx.activation.backward(hidden, dy @ v2)
+            hidden = _hidden(normal, v1, c1) if kept[owner] is None else kept[owner]
+            active, dhidden = ctx.activation.backward(hidden, dy @ v2, kept[owner] is None)
             dx.addmm_(dhidden, v1)
             grads.add_product(1, dy, active)
             grads.add_product(0, dhidden, normal)
