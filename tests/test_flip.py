@@ -57,8 +57,10 @@ def argv(script: bytes, launchers) -> list[list[str]]:
 
 
 def as_tsp(launch: list[str]) -> list[str]:
-    """What a launch should become."""
+    """What a launch should become; one without the flag stays."""
     words = []
+    if not any(word.split("=")[0] == TP for word in launch):
+        return launch
     for word in launch:
         if word.endswith(".py") and "megatron_tsp.run" not in words:
             words += RUN
@@ -242,6 +244,7 @@ REFUSED = {
                                    "line 1: --tensor-model-parallel-size is not seen"),
     "printed into another variable": (f"printf -v A %s {TP}\ntorchrun a.py {TP} 2",
                                       "line 1: no word of this command ends in .py"),
+    "flags as a command": (f"torchrun a.py\n{TP} 2", "line 2: no word of this command ends"),
     "shifted arguments": (f'f() {{ s=$1; shift; torchrun "$s" "$@"; }}\nf pretrain_gpt.py {TP} 2',
                           "(not in the script: $@)"),
     "elements by number": (f"A=(torchrun pretrain_gpt.py {TP} 2)\n${{A[@]}}\nls ${{A[1]}}",

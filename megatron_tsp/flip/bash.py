@@ -130,7 +130,7 @@ def _training(script: Script, command: Command) -> _Training:
     for word in words:
         if word.broken is not None:
             raise script.unreadable(word.broken)
-    if words[0].start.startswith("--"):
+    if words[0].start.startswith("--") and len(list(script.commands())) == 1:
         return _Training(words, None, None, words)
     for index, (before, word) in enumerate(zip(words, words[1:], strict=False), 1):
         if before.text == "-m" and word.start.startswith("megatron_tsp."):
