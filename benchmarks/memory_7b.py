@@ -171,7 +171,10 @@ optimizer: CP 8 holds all weights and states on every rank, 148 GiB.
 Every arm has TSP's norm and attention core (`--tsp-baseline-core` for Megatron's), so that the
 parallelism alone differs. *Selective* is `--recompute-modules mlp layernorm`. TSP's layers
 recompute both by themselves: its row is that of *none*. *Full* is `--recompute-method uniform
---recompute-num-layers 1`.
+--recompute-num-layers 1`. There is no stock arm: without Apex or Transformer Engine, Megatron's own
+norm refuses sequence parallelism.
+
+"–" has not been traced: the command above fills it in.
 """
 
 _TAIL = """## The paper's figures
