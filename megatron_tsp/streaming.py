@@ -96,12 +96,13 @@ class Stream:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self._weight_slots, self._grad_slots = Slots(), Slots()
-        self._begun: tuple[object, Arrival] | None = None
+        # The shards are held: an identity is theirs only while they live.
+        self._begun: tuple[object, Arrival, Shards] | None = None
 
     def prefetch(self, shards: Shards, backward: bool) -> None:
         """Start the first transfer of the next walk, which is over `shards`."""
         if self.size > 1 and self._begun is None:
-            self._begun = self._key(shards, backward), self._first(shards, backward)
+            self._begun = self._key(shards, backward), self._first(shards, backward), shards
 
     def forward(self, shards: Shards, then: Then = _nothing) -> Iterator[tuple[int, Shards]]:
         """Yield (owner, the owner's shards) for all D owners; valid until the next step.
