@@ -22,6 +22,18 @@ from megatron_tsp.refusals import refuse, refuse_combinations
 from megatron_tsp.settings import refuse_unknown
 from megatron_tsp.streaming import SCHEDULES
 
+#: Flags of the blocks that stay Megatron's, by --tsp-blocks.
+_WITHOUT_USE = {
+    "mlp": (
+        "--tsp-attention-schedule",
+        "--tsp-attention-exchange",
+        "--tsp-save-kv",
+        "--tsp-vocab-schedule",
+        "--tsp-loss-chunk",
+    ),
+    "attention": ("--tsp-mlp-schedule", "--tsp-mlp-save-activations"),
+}
+
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the TSP flags to a Megatron parser; returns it, as `extra_args_provider` wants."""
@@ -157,8 +169,11 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
             "--tsp-save-kv keeps gathered K and V; --tsp-attention-exchange alltoall keeps what it "
             "exchanged anyway: drop the flag"
         )
-    if args.tsp_save_kv and args.tsp_blocks == "mlp":
-        raise TSPError("--tsp-save-kv is for TSP's attention; with --tsp-blocks mlp drop the flag")
+    for flag in _WITHOUT_USE.get(args.tsp_blocks, ()):
+        if flag in written:
+            raise TSPError(
+                f"{flag} does nothing with --tsp-blocks {args.tsp_blocks}: drop the flag"
+            )
     if "--cp-comm-type" in written and args.tsp_blocks != "mlp":
         raise TSPError(
             "--cp-comm-type does not work with --tsp-size: --tsp-attention-exchange says how the "

@@ -35,7 +35,7 @@ from megatron_tsp.layers.kv_gather import _Layout
             "--ddp-bucket-size 5000"),
         (2, "--tsp-size 2 --tsp-blocks mlp"),
         (4, "--tsp-size 4 --tsp-attention-exchange alltoall"),
-        (2, "--tsp-size 2 --tsp-blocks attention --tsp-mlp-save-activations"),
+        (2, "--tsp-size 2 --tsp-blocks attention"),
         (2, "--tsp-size 2 --tsp-attention-schedule gather --tsp-mlp-schedule broadcast "
             "--tsp-vocab-schedule gather --tsp-mlp-save-activations"),
     ],
