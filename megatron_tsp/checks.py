@@ -179,6 +179,20 @@ def _check_flat_samples(args: Namespace) -> None:
             "where attention is Megatron's, RoPE takes each document to be spread over the ranks, "
             "and samples are; use --tsp-size, with --tsp-blocks all or attention"
         )
+    if samples > 1 and args.tensor_model_parallel_size > 1 and _balances_samples(args):
+        raise TSPError(
+            f"documents in samples with --micro-batch-size {samples} and seq_aux_loss: where "
+            "attention is Megatron's, a rank's tokens are not of all samples, and Megatron "
+            "balances over all of them at once; use --micro-batch-size 1, or --tsp-size with "
+            "--tsp-blocks all or attention"
+        )
+
+
+def _balances_samples(args: Namespace) -> bool:
+    """Whether the experts' load is balanced in each sample by itself."""
+    kinds = args.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return bool(args.num_experts) and "seq_aux_loss" in kinds
 
 
 def check_context_parallel(args: Namespace) -> None:

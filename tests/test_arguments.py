@@ -113,6 +113,12 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
          "documents in samples with --context-parallel-size 2"),
         (("--tsp-size=2", "--tsp-blocks=mlp", "--reset-attention-mask", "--micro-batch-size=2",
           "--pipeline-model-parallel-size=2"), {}, "samples with --micro-batch-size 2"),
+        (("--tsp-size=2", "--tsp-blocks=mlp", "--reset-attention-mask", "--micro-batch-size=2",
+          "--num-experts=4", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"), {},
+         "samples with --micro-batch-size 2 and seq_aux_loss"),
+        (("--tsp-baseline-core", "--reset-attention-mask", "--micro-batch-size=2",
+          "--tensor-model-parallel-size=2", "--num-experts=4",
+          "--moe-router-load-balancing-type=seq_aux_loss"), {}, "and seq_aux_loss"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(argv, changes, message):
