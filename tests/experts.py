@@ -1,6 +1,7 @@
-"""Experts that start from the same numbers however they are spread."""
+"""Experts that start from the same numbers however they are spread; routers that choose as told."""
 
 import torch
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 
@@ -30,3 +31,16 @@ def _shard(param, part, parts, generator):
     shape[dim] *= parts
     whole = 0.02 * torch.randn(shape, generator=generator)
     return torch.cat(whole.chunk(parts * param.partition_stride, dim)[part::parts], dim)
+
+
+def route_in_turn(experts=None):
+    """Tokens go to all experts in turn, or only to the first so many."""
+    route = router.topk_routing_with_score_function
+
+    def in_turn(logits, topk, **kwargs):
+        tokens, known = logits.shape
+        chosen = torch.arange(tokens * topk).view(tokens, topk) % (experts or known)
+        logits.data.zero_().scatter_(1, chosen, 1.0)
+        return route(logits, topk, **kwargs)
+
+    router.topk_routing_with_score_function = in_turn

@@ -78,8 +78,7 @@ def test_flags_that_are_not_obvious_have_their_reason():
             assert not any(word in line for word in needed) or "#" in line, (name, line)
 
 
-# The tracer does not carry mixtures of experts: where tokens go depends on their values.
-TRACED = ["tiny_cpu/ab.yaml", "7b_128k/8gpus.yaml", "llama3_8b_128k/8gpus.yaml"]
+TRACED = ["tiny_cpu/ab.yaml", "7b_128k/8gpus.yaml", "llama3_8b_128k/8gpus.yaml", "moe/8gpus.yaml"]
 
 
 @pytest.mark.parametrize("name", [*TRACED, "7b_128k/1024gpus.yaml", "llama3_8b_128k/1024gpus.yaml"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from experts import route_in_turn
 from training import TINY, train
 
 from megatron_tsp.ab.config import Config
@@ -18,6 +19,10 @@ SHAPE = "--hidden-size 128 --ffn-hidden-size 384 --seq-length 512 --max-position
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel --tsp-baseline-core"
+EXPERTS = (
+    "--num-experts 8 --moe-ffn-hidden-size 192 --moe-router-topk 2 --moe-layer-freq ([0,1]) "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
+)
 
 
 def _config(flags: str) -> Config:
@@ -56,6 +61,18 @@ def _even_tokens():
     gpt.get_batch = even
 
 
+def _even():
+    """Also, tokens are spread evenly over the experts."""
+    _even_tokens()
+    route_in_turn()
+
+
+def _crowded_routers():
+    """All tokens go to the experts of the first rank."""
+    _even_tokens()
+    route_in_turn(4)
+
+
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -69,16 +86,33 @@ def _even_tokens():
         (4, "--tsp-size 2 --use-distributed-optimizer --overlap-grad-reduce "
             "--overlap-param-gather --bf16"),
         (4, "--tsp-size 2 --pipeline-model-parallel-size 2"),
+        (2, f"--tsp-size 2 --expert-model-parallel-size 2 {EXPERTS} {SELECTIVE} moe "
+            "--moe-shared-expert-intermediate-size 128"),
+        (2, f"{TP_SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {EXPERTS}"),
+        (2, f"{TP_SP} --expert-tensor-parallel-size 2 {EXPERTS}"),
+        (4, f"--tsp-size 2 --expert-model-parallel-size 4 {EXPERTS} --use-distributed-optimizer "
+            "--overlap-grad-reduce --overlap-param-gather --bf16"),
     ],
 )  # fmt: skip
 def test_a_trace_is_what_real_ranks_measure(tmp_path, world, flags):
-    ranks = train(tmp_path, world, f"{SHAPE} --train-iters 4 {flags}", before=_even_tokens)
+    ranks = train(tmp_path, world, f"{SHAPE} --train-iters 4 {flags}", before=_even)
     for rank in sorted({0, world - 1}):
         traced, real = trace(_config(flags), "arm", rank, world), ranks[rank][-1]
-        assert traced.peak_bytes == pytest.approx(real["peak_memory_bytes"], rel=0.01)
+        near = 0.025 if EXPERTS in flags else 0.01
+        assert traced.peak_bytes == pytest.approx(real["peak_memory_bytes"], rel=near)
         assert sum(traced.split.values()) == traced.peak_bytes
         assert traced.sent_by("collective") == real["bytes_sent"]
         assert traced.sent_by("group") == real["bytes_by_group"]
+
+
+def test_a_trace_takes_the_router_to_be_balanced(tmp_path):
+    flags = f"--tsp-size 2 --expert-model-parallel-size 2 {EXPERTS}"
+    ranks = train(tmp_path, 2, f"{SHAPE} --train-iters 4 {flags}", before=_crowded_routers)
+    traced = trace(_config(flags), "arm", 0, 2)
+    assert ranks[0][-1]["peak_memory_bytes"] > 1.1 * traced.peak_bytes
+    for rank in ranks:
+        # of two ranks the crowded one sends its answers only, the other its tokens
+        assert rank[-1]["bytes_by_group"] == traced.sent_by("group")
 
 
 def test_any_rank_of_a_large_world():
@@ -146,9 +180,13 @@ def test_bad_input_is_named_before_anything_is_traced(tmp_path, capsys, words, m
     ("flags", "world", "message"),
     [
         ("--tsp-size 2 --attention-dropout 0.1", 2, "--attention-dropout 0.1 does not work"),
+        (f"--tsp-size 2 {EXPERTS} --moe-token-dispatcher-type allgather", 2,
+         "arm: a trace does not know --moe-token-dispatcher-type allgather"),
+        (f"{TP_SP} {EXPERTS} --moe-expert-capacity-factor 1.5", 2,
+         "arm: a trace does not know --moe-expert-capacity-factor"),
         ("--tensor-model-parallel-size 2", 3, "Megatron refuses these flags: world size (3)"),
     ],
-)
+)  # fmt: skip
 def test_what_pretrain_refuses_is_refused(flags, world, message):
     with pytest.raises(TSPError, match=re.escape(message)):
         trace(_config(flags), "arm", 0, world)

@@ -92,6 +92,7 @@ def _stand_ins(rank: int):
     from megatron.core.tensor_parallel import random
 
     from megatron_tsp.layers import embedding
+    from megatron_tsp.trace import experts
 
     # Objects travel as bytes, and fake tensors have none.
     yield dist, "all_gather_object", _all_gather_object
@@ -115,6 +116,7 @@ def _stand_ins(rank: int):
     # These depend on the token ids.
     yield embedding, "_routes", _even_routes
     yield embedding, "_owned", _even_owned
+    yield from experts.stand_ins()
 
 
 _COALESCED = {

@@ -26,7 +26,7 @@ class Trace:
         timeline: live bytes after each operator.
         marks: (operator, label, phase) where what is running changes.
         seconds: that the trace took.
-        notes: what was changed in the flags for the trace.
+        notes: what was changed in the flags for the trace, and what it assumes.
     """
 
     arm: str

@@ -74,7 +74,11 @@ class _Tracer:
 
         def wrapped(*args, **kwargs):
             from megatron.core.utils import unwrap_model
+            from megatron.training import get_args
 
+            from megatron_tsp.trace import experts
+
+            experts.check(get_args())
             with self.mode:
                 built = setup_model_and_optimizer(*args, **kwargs)
             self.chunks, self.optimizer, _ = built

@@ -114,7 +114,7 @@ def start(
 
 
 def prepare(config: Config, name: str, settings: Flags) -> tuple[Arm, list[str]]:
-    """The arm as it is traced, and what differs from the arm as it is trained."""
+    """The arm as it is traced, and what may differ from the arm as it is trained."""
     if config.data:
         from megatron_tsp import data
 
@@ -127,6 +127,8 @@ def prepare(config: Config, name: str, settings: Flags) -> tuple[Arm, list[str]]
         value = arm.flags.pop(flag, None)
         if flag in _FOR_A_GPU and value not in (None, False, True, "local", "gloo"):
             notes.append(f"{flag} {value} is set aside: the trace runs on local modules")
+    if "--num-experts" in arm.flags:
+        notes.append("the router is taken to be balanced: popular experts need more")
     length, known = arm.flags.get("--seq-length"), arm.flags.get("--max-position-embeddings")
     if isinstance(length, str) and isinstance(known, str) and length.isdigit() and known.isdigit():
         arm.flags["--max-position-embeddings"] = str(max(int(length), int(known)))
