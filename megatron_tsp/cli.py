@@ -85,7 +85,8 @@ def _add_ab(commands) -> None:
     parser.add_argument(
         "--arms",
         metavar="A,B",
-        help="which arms to run: tp_sp, tsp, tp1, or those named in CONFIG (default: tp_sp,tsp)",
+        help="which arms to run: tp_sp, tsp, tp1, sizes such as tp4_cp2 and tsp4_cp2, or those "
+        "named in CONFIG (default: tp_sp,tsp)",
     )
     parser.add_argument(
         "--out", metavar="DIR", help="where the report goes (default: below ab-out)"

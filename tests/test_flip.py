@@ -521,6 +521,8 @@ def test_the_command(tmp_path, capfd):
 
     line = f"torchrun pretrain_gpt.py {TP} 2 {SP}"
     assert cli.main(["flip", f"{line} --attention-dropout 0"]) == 0
+    longer = f"{line} --attention-dropout 0" + " --num-workers 0" * 30  # no file has such a name
+    assert cli.main(["flip", "--check", longer]) == 0
     assert capfd.readouterr().out.startswith("torchrun -m megatron_tsp.run pretrain_gpt.py --tsp-s")
     assert cli.main(["flip", "--check", line]) == 2
     assert "command line: --attention-dropout 0.1 does not work" in capfd.readouterr().err

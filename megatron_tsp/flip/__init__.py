@@ -4,6 +4,7 @@ Only the flags that have to change do; comments and all the rest stay byte for b
 carried, or is not understood, is an error that names it.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ def main(given: str, size=None, reverse=False, check=False, keep_entry=False) ->
 def _read(given: str) -> tuple[str, bytes]:
     if given == "-":
         return "stdin", sys.stdin.buffer.read()
-    if not Path(given).is_file() and re.search(r"\s--?\w|^--\w", given):
+    if not os.path.isfile(given) and re.search(r"\s--?\w|^--\w", given):  # of any length
         return "command line", (given + "\n").encode("utf-8", "surrogateescape")
     try:
         return given, Path(given).read_bytes()
