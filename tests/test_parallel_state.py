@@ -26,9 +26,12 @@ def _grid(tsp, pipeline):
     other = mpu.get_data_parallel_group()  # a group that is not TSP's is its own communicator
     assert parallel_state.weight_group(other) is other and parallel_state.kv_group(None) is None
     result = ranks, parallel_state.get_tsp_rank(), parallel_state.get_tsp_world_size(), sums
+    dist.barrier()  # gloo takes a peer that has left, while others still connect, for a crash
     parallel_state.destroy_model_parallel()
     assert not parallel_state.is_initialized()
+    dist.barrier()
     parallel_state.initialize_model_parallel(tsp)  # and again
+    dist.barrier()
     parallel_state.destroy_model_parallel()
     mpu.destroy_model_parallel()
     return result

@@ -93,8 +93,9 @@ def _ahead(steps: Sequence[Chunk], begin: Callable) -> Iterator[tuple[Chunk, lis
         yield chunk, _wait(arriving)
 
 
-def _wait(arrivals: Sequence[_Arrival]) -> list:
-    return [arrival.wait() for arrival in arrivals]
+def _wait(arrivals: list[_Arrival]) -> list:
+    """The results; `arrivals` is empty then: an operation keeps what it sent while it is held."""
+    return [arrivals.pop(0).wait() for _ in range(len(arrivals))]
 
 
 class ExchangedHeads(torch.autograd.Function):
