@@ -78,10 +78,7 @@ def test_flags_that_are_not_obvious_have_their_reason():
             assert not any(word in line for word in needed) or "#" in line, (name, line)
 
 
-TRACED = ["tiny_cpu/ab.yaml", "7b_128k/8gpus.yaml", "llama3_8b_128k/8gpus.yaml", "moe/8gpus.yaml"]
-
-
-@pytest.mark.parametrize("name", [*TRACED, "7b_128k/1024gpus.yaml", "llama3_8b_128k/1024gpus.yaml"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_traces_and_tsp_sends_less_where_sequences_are_long(name):
     """One layer and one micro-batch, as rank 0 of all."""
     read = config.read(FOLDER / name)
