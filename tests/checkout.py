@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training import TINY
+from training import _flags
 
 ROOT = Path(__file__).parents[1]
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
@@ -43,13 +43,13 @@ def python(checkout: Path, *words, timeout: float = 400) -> str:
     return ended.stdout
 
 
-def train(checkout: Path, record: Path, *entry) -> list:
+def train(checkout: Path, record: Path, *entry, flags: str = "") -> list:
     """Three steps of `TINY` by torchrun on two ranks; the recorded steps, by rank.
 
-    entry: a script or `-m` and a module, and flags.
+    entry: a script or `-m` and a module; flags: as `training.train`.
     """
     launch = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d".split()
-    flags = [*TINY, "--train-iters", "3", "--tsp-record", record]
+    flags = [*_flags([*flags.split(), "--train-iters", "3"]), "--tsp-record", record]
     python(checkout, *launch, "--rdzv-endpoint", "localhost:0", *entry, *flags)
     records = [(record / f"rank{rank}.jsonl").read_text() for rank in range(2)]
     steps = [[json.loads(line) for line in text.splitlines()] for text in records]

@@ -1,15 +1,10 @@
 """What models do in attention: Megatron's `pretrain` with `--tsp-size`, against TP 1."""
 
-import json
-
 import pytest
+from texts import SHORT, conversations, documents
 from training import LLAMA, TP_SP, ULP, assert_same, train
 
-from megatron_tsp import data
 from megatron_tsp.layers.mask import Mask
-
-#: The mock text counts up to its end of document: with 16 ids a document has 16 tokens.
-SHORT = "--vocab-size 15 --make-vocab-size-divisible-by 4 --reset-attention-mask --eod-mask-loss"
 
 MODELS = {
     "window-sinks-scaled-rope": f"{LLAMA} --window-size 9,0 --softmax-type learnable "
@@ -59,55 +54,16 @@ def test_every_pipeline_stage_knows_the_documents(reference, tmp_path):
     assert_same([last], [reference(flags)[0][3:]])
 
 
-def _text(folder):
-    """Documents of 5 to 70 bytes in a Megatron data set; its flags."""
-    lines = [json.dumps({"text": f"{n} " * (2 + n * 7 % 20)}) for n in range(200)]
-    (folder / "text.jsonl").write_text("\n".join(lines))
-    given = data.flags(data.build(folder / "data", folder / "text.jsonl"))
-    return "no:--mock-data " + " ".join(f"{flag} {value}" for flag, value in given.items())
-
-
 def test_inter_document_masking_is_the_reset_mask(reference, tmp_path):
-    text = f"{LLAMA} {_text(tmp_path)}"
+    text = f"{LLAMA} {documents(tmp_path)}"
     expected = train(tmp_path / "tp1", 1, f"{text} --reset-attention-mask --reset-position-ids")
     packed = f"{text} --dataloader-inter-document-masking --tsp-size 2"
     assert_same(train(tmp_path / "tsp", 2, packed), expected, loss=2.5 * ULP)
 
 
-def _conversations(folder):
-    """Packed conversations and a tokenizer of words for them, as Megatron's SFT data wants both."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs megatron-tsp[sft]")
-    transformers = pytest.importorskip("transformers", reason="needs megatron-tsp[sft]")
-    pytest.importorskip("datasets", reason="needs megatron-tsp[sft]")
-    words = ["<unk>", "<eos>", *(f"w{n}" for n in range(62))]
-    model = tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>"
-    ).save_pretrained(folder / "tokenizer")
-    lines = []
-    for sample in range(40):
-        messages = []
-        for turn in range(2 + sample % 3):
-            said = [" ".join(f" w{(sample * n + turn) % 62}" for n in range(5 + 3 * turn))] * 3
-            roles = ("system", "user", "assistant")
-            messages += [
-                {"role": role, "content": f"{text} "}
-                for role, text in zip(roles, said, strict=True)
-            ]
-        lines.append(json.dumps({"messages": messages}))
-    (folder / "sft.jsonl").write_text("\n".join(lines))
-    return (
-        f"no:--mock-data --data-path {folder}/sft.jsonl --tokenizer-type SFTTokenizer "
-        f"--tokenizer-model {folder}/tokenizer --sft --sft-tokenizer-prompt-format identity "
-        "--make-vocab-size-divisible-by 16"
-    )
-
-
 def test_packed_conversations_train_as_in_megatrons_own_layers(tmp_path):
     """Without Transformer Engine Megatron's layers take packed sequences with our core only."""
-    flags = f"{LLAMA} {_conversations(tmp_path)}"
+    flags = f"{LLAMA} {conversations(tmp_path)}"
     expected = train(tmp_path / "tp1", 1, f"{flags} --tsp-baseline-core")
     ranks = train(tmp_path / "tsp", 2, f"{flags} --tsp-size 2")
     assert_same(ranks, expected, loss=2.5 * ULP)

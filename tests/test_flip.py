@@ -256,8 +256,6 @@ REFUSED = {
     "not bash": (f"torchrun pretrain_gpt.py {TP} 2 )", "line 1: this is not read as bash"),
     "not seen as bash": (f'torchrun pretrain_gpt.py {TP} 2 --x ${{A:-b}}\\ c',
                          "line 1: this is not read as bash"),
-    "batches of the script": (f"torchrun a.py {TP} 2 --attention-dropout 0 --sft",
-                              "--sft works in megatron_tsp.pretrain_gpt only"),
     "a yaml configuration": (f"torchrun pretrain_gpt.py {TP} 2 --yaml-cfg x", "--yaml-cfg"),
 }  # fmt: skip
 

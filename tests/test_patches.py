@@ -7,6 +7,7 @@ import subprocess
 import checkout
 import pytest
 from checkout import ROOT, needs_checkout
+from texts import SHORT
 from training import grad_norms, losses
 
 SCRIPT = "scripts/patch_megatron.sh"
@@ -147,12 +148,13 @@ def test_megatron_lm_patched_is_our_entry_to_the_bit(tmp_path):
     subprocess.run([ROOT / SCRIPT, megatron_lm], check=True)
     for script in ("pretrain_gpt.py", "pretrain_hybrid.py"):
         assert "--tsp-size D" in checkout.python(megatron_lm, megatron_lm / script, "--help")
-    flags = ["--tsp-size", "2"]
-    theirs = checkout.train(
-        megatron_lm, tmp_path / "theirs", megatron_lm / "pretrain_gpt.py", *flags
-    )
-    ours = checkout.train(megatron_lm, tmp_path / "ours", "-m", "megatron_tsp.pretrain_gpt", *flags)
-    assert losses(theirs) == losses(ours)
-    assert grad_norms(theirs) == grad_norms(ours)
+    script = megatron_lm / "pretrain_gpt.py"
+    for flags in ("--tsp-size 2", f"--tsp-size 2 {SHORT}"):
+        theirs = checkout.train(megatron_lm, tmp_path / "theirs", script, flags=flags)
+        ours = checkout.train(
+            megatron_lm, tmp_path / "ours", "-m", "megatron_tsp.pretrain_gpt", flags=flags
+        )
+        assert losses(theirs) == losses(ours)
+        assert grad_norms(theirs) == grad_norms(ours)
     subprocess.run([ROOT / SCRIPT, "--revert", megatron_lm], check=True)
     assert state(megatron_lm) == before

@@ -9,7 +9,6 @@ from megatron_tsp.flip import settings
 from megatron_tsp.flip.edits import RUN, SP, TP, TSP, Edits
 from megatron_tsp.flip.script import Command, Script
 from megatron_tsp.flip.words import Word
-from megatron_tsp.training.script import PACKED, packed
 
 _LAUNCHERS = re.compile(r"python[0-9.]*|torchrun|torch\.distributed\.(run|launch)")
 _SAME_GROUP = "the TSP group is the tensor-parallel group"
@@ -63,9 +62,6 @@ def flip(source: str, size: int | None, keep_entry: bool) -> Edits:
     _audit(script, edits, TP)
     flipped = _verified(edits, TSP, None if size is not None else expected)
     for training in flipped:
-        for word in training.flags:
-            if word.text in PACKED.values() and (keep_entry or _module(training) == RUN):
-                raise packed(word.text)
         for note in settings.check(training.flags):
             edits.note(note)
     return edits

@@ -125,15 +125,13 @@ def get_batch(data_iterator, vp_stage=None) -> dict:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    # TSP's attention takes samples side by side; Megatron's, one after the other.
-    side_by_side = args.tsp_size is not None and args.tsp_blocks != "mlp"
     if packs:
-        batch = packing.flatten(batch, tokens_too=not side_by_side)
+        batch = packing.flatten(batch, args)
     batch = get_batch_on_this_cp_rank(
         batch,
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
-        use_per_sequence_balancing=side_by_side or not args.sft,
+        use_per_sequence_balancing=packing.cuts_samples(args),
     )
     return {key: batch[key] for key in BATCH_KEYS}
 

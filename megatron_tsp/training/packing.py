@@ -15,11 +15,23 @@ from torch import Tensor
 
 KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
+#: dest: flag, of each source of boundaries.
+FLAGS = {
+    "sft": "--sft",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "reset_attention_mask": "--reset-attention-mask",
+}
+
+
+def core_is_ours(args: Namespace) -> bool:
+    """Whether attention is TSP's, or Megatron's with TSP's core."""
+    return args.tsp_size is not None or args.tsp_baseline_core
+
 
 def resets(args: Namespace) -> bool:
     """Whether --reset-attention-mask is to be honoured by packing, not by a mask."""
-    ours = args.tsp_size is not None or args.tsp_baseline_core
-    return ours and args.reset_attention_mask and not args.create_attention_mask_in_dataloader
+    asked = args.reset_attention_mask and not args.create_attention_mask_in_dataloader
+    return core_is_ours(args) and asked
 
 
 def packs(args: Namespace) -> bool:
@@ -27,12 +39,24 @@ def packs(args: Namespace) -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking or resets(args))
 
 
+def flag(args: Namespace) -> str:
+    """What asks for boundaries, as the user typed it."""
+    return next(text for dest, text in FLAGS.items() if getattr(args, dest))
+
+
+def side_by_side(args: Namespace) -> bool:
+    """Whether attention takes samples side by side; Megatron's, one after the other."""
+    return args.tsp_size is not None and args.tsp_blocks != "mlp"
+
+
 def mark(batch: dict, args: Namespace) -> None:
     """Add cu_seqlens int32 [b, s+1] and max_seqlen int32 [b], from the position ids [b, s].
 
     As Megatron's data sets give them: rows are filled up with s. The position ids are then put
-    back to what the user asked for.
+    back to what the user asked for. A batch with cu_seqlens stays as it is.
     """
+    if batch.get("cu_seqlens") is not None:
+        return
     ids = batch["position_ids"]
     samples, length = ids.shape
     bounds = torch.full((samples, length + 1), length, dtype=torch.int32, device=ids.device)
@@ -46,11 +70,16 @@ def mark(batch: dict, args: Namespace) -> None:
         batch["position_ids"] = whole.repeat(samples, 1)
 
 
-def flatten(batch: dict, tokens_too: bool) -> dict:
-    """cu_seqlens through the whole micro-batch; with `tokens_too`, tokens [b, s] as [1, b·s]."""
-    if tokens_too:
+def flatten(batch: dict, args: Namespace) -> dict:
+    """cu_seqlens through the whole micro-batch; tokens [b, s] as [1, b·s] where attention wants."""
+    if not side_by_side(args):
         return flatten_batch_for_packed_sequences(batch)
     return {**batch, **flatten_batch_for_packed_sequences({key: batch[key] for key in KEYS})}
+
+
+def cuts_samples(args: Namespace) -> bool:
+    """Whether context-parallel ranks share each sample, and not each of its documents."""
+    return side_by_side(args) or not args.sft
 
 
 def parameters(batch: dict, tokens_per_sample: int) -> PackedSeqParams | None:

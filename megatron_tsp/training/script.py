@@ -19,13 +19,6 @@ KNOWN = ((0, 19),)
 
 _installed = None  # the hooks of this process
 
-#: dest: flag. Their batches are made by the script.
-PACKED = {
-    "reset_attention_mask": "--reset-attention-mask",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
-    "sft": "--sft",
-}
-
 
 def check_version(script: str) -> None:
     """Refuse a Megatron of a version that is not known; does not import it.
@@ -49,14 +42,6 @@ def check_version(script: str) -> None:
             f"{script} uses the Megatron in {info.parent}, version {shown}, and megatron-tsp hooks "
             f"into {known}; check out core_v{known}.0, or use the megatron-tsp of that version"
         )
-
-
-def packed(flag: str) -> TSPError:
-    """The error for a flag of `PACKED`."""
-    return TSPError(
-        f"{flag} works in megatron_tsp.pretrain_gpt only: batches of Megatron's own scripts do not "
-        "say where documents begin in the way that TSP's attention takes"
-    )
 
 
 def install(script: str) -> "Hooks":
@@ -108,6 +93,7 @@ class Hooks:
         from megatron.training import arguments as megatron_arguments
 
         from megatron_tsp.models import gpt, hybrid
+        from megatron_tsp.training import script_batches
 
         gpt_config = _configure(gpt.model_config_from_args)
         hybrid_config = _configure(hybrid.model_config_from_args)
@@ -116,6 +102,7 @@ class Hooks:
         self._hook(argument_utils, "gpt_config_from_args", gpt_config)
         self._hook(argument_utils, "hybrid_config_from_args", hybrid_config)
         self._hook(training, "pretrain", self._pretrain)
+        script_batches.install(self._hook)
         megatron.training.pretrain = training.pretrain
 
     def _hook(self, owner, name: str, hook) -> None:
@@ -158,9 +145,6 @@ class Hooks:
         for dest, flag in NOT_CARRIED.items():
             if ours and getattr(args, dest, None):
                 raise TSPError(f"{flag} is not carried with --tsp-size or --tsp-baseline-core")
-        for dest, flag in PACKED.items():
-            if ours and getattr(args, dest, None):
-                raise packed(flag)
         if self.on_cpu:
             cpu.check_flags(args)
         validated = validate_args(args, *rest, **keywords)
@@ -170,7 +154,7 @@ class Hooks:
     def _pretrain(self, pretrain, config, *rest, **keywords):
         from megatron.training import get_args
 
-        from megatron_tsp.training import hooks
+        from megatron_tsp.training import hooks, script_batches
 
         self.started = True
         args = get_args()
@@ -180,6 +164,8 @@ class Hooks:
                 f"{sys.argv[0]} makes its model with {builder or 'a model provider'}, not with "
                 "gpt_config_from_args or hybrid_config_from_args, so --tsp-size would do nothing"
             )
+        if script_batches.packs(args):
+            script_batches.check_documents(self._hook)
         hooks.switch_on(args)
         return pretrain(config, *rest, **keywords)
 
