@@ -37,6 +37,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_config(parser, help: str, **how) -> None:
+    """The configuration, which ab, plan and trace read alike."""
+    parser.add_argument("config", metavar="CONFIG.yaml", help=help, **how)
+
+
+def _add_arms(parser, help: str) -> None:
+    """Names of arms, as a list."""
+    parser.add_argument(
+        "--arms", metavar="A,B", type=lambda words: words.split(",") if words else None, help=help
+    )
+
+
 # ---------------------------------------------------------------------------------------------
 # megatron-tsp data
 # ---------------------------------------------------------------------------------------------
@@ -81,12 +93,11 @@ def _add_ab(commands) -> None:
         description="Run each arm as its own torchrun job from the same initial weights, data "
         "order and seed; write report.json, report.md and plots.",
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="ENV_VARS and MODEL_ARGS, as YAML")
-    parser.add_argument(
-        "--arms",
-        metavar="A,B",
-        help="which arms to run: tp_sp, tsp, tp1, sizes such as tp4_cp2 and tsp4_cp2, or those "
-        "named in CONFIG (default: tp_sp,tsp)",
+    _add_config(parser, "ENV_VARS and MODEL_ARGS, as YAML")
+    _add_arms(
+        parser,
+        "which arms to run: tp_sp, tsp, tp1, sizes such as tp4_cp2 and tsp4_cp2, or those named in "
+        "CONFIG (default: tp_sp,tsp)",
     )
     parser.add_argument(
         "--out", metavar="DIR", help="where the report goes (default: below ab-out)"
@@ -116,8 +127,7 @@ def _add_ab(commands) -> None:
 def _run_ab(args) -> int:
     from megatron_tsp import ab
 
-    arms = args.arms.split(",") if args.arms else None
-    return ab.main(args.config, arms, args.out, "rank" if args.job else args.step, args.job)
+    return ab.main(args.config, args.arms, args.out, "rank" if args.job else args.step, args.job)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -132,8 +142,8 @@ def _add_plan(commands) -> None:
         description="Predict memory and tokens/s of every layout that runs, rank those that fit, "
         "and say why.",
     )
+    _add_config(parser, "MODEL_ARGS, as for `megatron-tsp ab`", nargs="?")
     add = parser.add_argument
-    add("config", metavar="CONFIG.yaml", nargs="?", help="MODEL_ARGS, as for `megatron-tsp ab`")
     add("--hardware", required=True, metavar="NAME|FILE.yaml", help="a machine's profile")
     add("--gpus", type=int, metavar="N", help="devices of the job (default: one node)")
     add("--seq-len", type=int, metavar="S", help="another sequence length, the same tokens a step")
@@ -178,12 +188,8 @@ def _add_trace(commands) -> None:
         description="Run a training step of each arm on tensors without contents, as one rank of a "
         "job that is not there: peak memory, bytes sent, operations.",
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="as for `megatron-tsp ab`")
-    parser.add_argument(
-        "--arms",
-        metavar="A,B",
-        help="which arms: those of `ab`, built in or named in CONFIG (default: tp_sp,tsp)",
-    )
+    _add_config(parser, "as for `megatron-tsp ab`")
+    _add_arms(parser, "which arms: those of `ab`, built in or named in CONFIG (default: tp_sp,tsp)")
     parser.add_argument(
         "--rank",
         type=int,
@@ -225,18 +231,17 @@ def _add_trace(commands) -> None:
 def _run_trace(args) -> int:
     from megatron_tsp.trace import command, limits
 
-    arms = args.arms.split(",") if args.arms else None
     if args.max_context is None:
         if args.reserve is not None:
             raise TSPError("--reserve needs --max-context")
         return command.run(
-            args.config, arms, args.rank, args.world_size, args.set, args.json, args.timeline
+            args.config, args.arms, args.rank, args.world_size, args.set, args.json, args.timeline
         )
     if len(args.rank) > 1 or args.timeline:
         raise TSPError("--max-context takes one --rank and no --timeline")
     reserve = limits.RESERVE if args.reserve is None else args.reserve
     return command.run_max_context(
-        args.config, arms, args.rank[0], args.world_size, args.set, args.max_context, reserve,
+        args.config, args.arms, args.rank[0], args.world_size, args.set, args.max_context, reserve,
         args.json,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import random
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -74,13 +75,29 @@ def _profile(tmp_path, **changes):
         ({"nic": {"value": "fast", "source": "x"}}, "value 'fast': expected a number"),
         ({"nic": {"value": 50, "source": " "}}, "source is empty"),
         ({"nic_efficiency": {"value": 1.5, "source": "x"}}, "a share is at most 1"),
-        ({"devices_per_node": 0}, "devices_per_node: expected a whole number from 1"),
+        ({"nic": {"value": "1e3", "source": "x"}}, "above 0; YAML spells it 1000"),
+        ({"reserve": {"value": 200, "source": "x"}}, "a reserve of 200 GiB leaves no memory"),
+        ({"name": " "}, "name ' ': expected what the machine is called"),
+        ({"devices_per_node": True}, "devices_per_node True: expected a whole number from 1"),
+        ({"overlap": "no"}, "overlap 'no': expected true or false"),
+        ({"price": 0}, "price: expected {value: a number"),
+        ({"measured": dict.fromkeys(hardware.COLLECTIVES, {8: {"latency": "x", "bandwidth": 1}})},
+         "measured: all_gather: 8: latency 'x', bandwidth 1: expected numbers"),
+        ({"measured": dict.fromkeys(hardware.COLLECTIVES, {"8 ranks": {}})},
+         "measured: all_gather: 8 ranks: expected a number of ranks"),
         ({"measured": {"all_gather": {8: {}}}}, "measured: expected each of all_gather"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_profile_is_refused(tmp_path, changes, message):
     with pytest.raises(TSPError, match=message.replace("{", r"\{")):
         hardware.load(_profile(tmp_path, **changes))
+
+
+def test_a_key_of_a_profile_given_twice_is_refused(tmp_path):
+    path = Path(_profile(tmp_path))
+    path.write_text(path.read_text() + "matmul: {value: 1, source: x}\n")
+    with pytest.raises(TSPError, match="'matmul' is given twice"):
+        hardware.load(str(path))
 
 
 def test_a_profile_of_ones_own_is_one_file(tmp_path):
@@ -150,6 +167,7 @@ LAYOUTS = [
             (2, "allgather", "gather", "gather", "none"),
         ]
     ),
+    Layout(fold=True, degree=4, save_kv=True),
 ]  # fmt: skip
 
 

@@ -40,6 +40,7 @@ GRID = [
     (LLAMA, _fold(degree=4)),
     (LLAMA, _fold(degree=8, exchange="alltoall", recompute="full")),
     (LLAMA, _fold(degree=2, pipeline=2, save_activations=True)),
+    (LONG, _fold(degree=4, save_kv=True)),
     (LLAMA, _fold(degree=2, context=2, data=2, distributed_optimizer=True)),
     (LLAMA, _flat(degree=4, data=2, distributed_optimizer=True, **LEAN)),
     (LLAMA, _flat(degree=2, pipeline=2, recompute="full")),

@@ -71,7 +71,7 @@ def read(path: str | os.PathLike) -> Config:
             the wrong type, an environment variable that is not set.
     """
     path = Path(path)
-    top = _mapping(_load(path), "the file")
+    top = _mapping(load(path, "configuration", _Loader), "the file")
     for key in top:
         if key not in IGNORED:
             _known(key, TOP_LEVEL, "")
@@ -126,34 +126,44 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.BaseLoader):
-    """All scalars stay the text they are written as; a key given twice is an error."""
+class OnlyOnce:
+    """For a YAML loader: a key given twice is an error."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key, _ in node.value:
-            if key.value in seen:
+            word = str(key.value)
+            if word in seen:
                 line = key.start_mark.line + 1
-                raise TSPError(f"{self.name}, line {line}: {key.value!r} is given twice")
-            seen.add(key.value)
+                raise TSPError(f"{self.name}, line {line}: {word!r} is given twice")
+            seen.add(word)
         return super().construct_mapping(node, deep)
 
 
-def _load(path: Path):
+class _Loader(OnlyOnce, yaml.BaseLoader):
+    """All scalars stay the text they are written as."""
+
+
+def load(path: Path, what: str, loader: type):
+    """The content of a YAML file, by a loader class of PyYAML's. `what` it is, for the errors.
+
+    Raises:
+        TSPError: the file cannot be read, or is not YAML.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TSPError(f"cannot read the configuration {path}: {error.strerror}") from error
+        raise TSPError(f"cannot read the {what} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise TSPError(f"the configuration {path} is not UTF-8 text") from error
-    loader = _Loader(text)
-    loader.name = str(path)
+        raise TSPError(f"the {what} {path} is not UTF-8 text") from error
+    made = loader(text)
+    made.name = str(path)
     try:
-        return loader.get_single_data()
+        return made.get_single_data()
     except yaml.YAMLError as error:
-        raise TSPError(f"the configuration is not YAML: {error}") from error
+        raise TSPError(f"the {what} is not YAML: {error}") from error
     finally:
-        loader.dispose()
+        made.dispose()
 
 
 def _known(key: str, valid: Iterable[str], where: str) -> None:

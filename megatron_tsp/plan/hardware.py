@@ -13,7 +13,8 @@ from pathlib import Path
 
 import yaml
 
-from megatron_tsp.ab.config import nearest
+from megatron_tsp.ab.config import OnlyOnce, nearest
+from megatron_tsp.ab.config import load as load_yaml
 from megatron_tsp.errors import TSPError
 
 FOLDER = resources.files("megatron_tsp.plan") / "hardware"
@@ -180,13 +181,11 @@ def load(name: str) -> Hardware:
         raise TSPError(
             f"--hardware {name}: no such profile{nearest(name, names())}; a file ends in .yaml"
         )
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise TSPError(f"cannot read the profile {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise TSPError(f"the profile {path} is not YAML: {error}") from error
-    return _read(content, str(path))
+    return _read(load_yaml(path, "profile", _Loader), str(path))
+
+
+class _Loader(OnlyOnce, yaml.SafeLoader):
+    """Numbers are numbers."""
 
 
 def _read(content, where: str) -> Hardware:
@@ -201,22 +200,29 @@ def _read(content, where: str) -> Hardware:
     for key, valid in (("fabric", ("mesh", "switch")), ("precision", ("bf16", "fp32"))):
         if content[key] not in valid:
             raise TSPError(f"{where}: {key} {content[key]!r}: not one of {', '.join(valid)}")
-    if not isinstance(content["devices_per_node"], int) or content["devices_per_node"] < 1:
-        raise TSPError(f"{where}: devices_per_node: expected a whole number from 1")
+    if not isinstance(content["name"], str) or not content["name"].strip():
+        raise TSPError(f"{where}: name {content['name']!r}: expected what the machine is called")
+    devices = content["devices_per_node"]
+    if type(devices) is not int or devices < 1:
+        raise TSPError(f"{where}: devices_per_node {devices!r}: expected a whole number from 1")
+    if not isinstance(content.get("overlap", True), bool):
+        raise TSPError(f"{where}: overlap {content['overlap']!r}: expected true or false")
     numbers, sources = {}, {}
-    for key in (*NUMBERS, *(("price",) if content.get("price") else ())):
+    for key in (*NUMBERS, *(("price",) if "price" in content else ())):
         numbers[key], sources[key] = _number(content[key], f"{where}: {key}")
         if key in _SHARES and numbers[key] > 1:
             raise TSPError(f"{where}: {key} {numbers[key]}: a share is at most 1")
+    if numbers["reserve"] >= numbers["memory"]:
+        raise TSPError(f"{where}: a reserve of {numbers['reserve']:g} GiB leaves no memory")
     return Hardware(
-        name=str(content["name"]),
-        devices_per_node=content["devices_per_node"],
+        name=content["name"],
+        devices_per_node=devices,
         fabric=content["fabric"],
         precision=content["precision"],
         price=numbers.pop("price", None),
         numbers=numbers,
         sources=sources,
-        overlap=bool(content.get("overlap", True)),
+        overlap=content.get("overlap", True),
         note=str(content.get("note", "")),
         measured=_measured(content.get("measured"), where),
     )
@@ -227,16 +233,27 @@ def _number(entry, where: str) -> tuple[float, str]:
     if not isinstance(entry, dict) or entry.keys() != {"value", "source"}:
         raise TSPError(f"{where}: expected {{value: a number, source: where it is from}}")
     value, source = entry["value"], entry["source"]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf or (value == 0 and not where.endswith("reserve")):
-        raise TSPError(f"{where}: value {value!r}: expected a number above 0")
+    if not _is_number(value) or (value == 0 and not where.endswith("reserve")):
+        raise TSPError(f"{where}: value {value!r}: expected a number above 0{_spelling(value)}")
     if not isinstance(source, str) or not source.strip():
         raise TSPError(f"{where}: source is empty: say where {value} is from")
     return float(value), source
 
 
+def _is_number(value) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _spelling(value) -> str:
+    """YAML takes 1e3 for a word."""
+    try:
+        return f"; YAML spells it {float(value)!r}" if isinstance(value, str) else ""
+    except ValueError:
+        return ""
+
+
 def _measured(entry, where: str) -> dict[str, dict[int, tuple[float, float]]]:
-    if not entry:
+    if entry is None:
         return {}
     where = f"{where}: measured"
     if not isinstance(entry, dict) or set(entry) != set(COLLECTIVES):
@@ -246,10 +263,16 @@ def _measured(entry, where: str) -> dict[str, dict[int, tuple[float, float]]]:
         if not isinstance(table, dict) or not table:
             raise TSPError(f"{where}: {collective}: expected `ranks: {{latency, bandwidth}}` lines")
         for ranks, pair in table.items():
+            at = f"{where}: {collective}: {ranks}"
+            if type(ranks) is not int or ranks < 2:
+                raise TSPError(f"{at}: expected a number of ranks, from 2")
             if not isinstance(pair, dict) or pair.keys() != {"latency", "bandwidth"}:
-                raise TSPError(f"{where}: {collective}: {ranks}: expected latency and bandwidth")
-            latency, bandwidth = float(pair["latency"]), float(pair["bandwidth"])
-            if latency < 0 or bandwidth <= 0:
-                raise TSPError(f"{where}: {collective}: {ranks}: a negative or zero measurement")
-            result.setdefault(collective, {})[int(ranks)] = latency * 1e-6, bandwidth * 1e9
+                raise TSPError(f"{at}: expected latency and bandwidth")
+            latency, bandwidth = pair["latency"], pair["bandwidth"]
+            if not _is_number(latency) or not _is_number(bandwidth) or not bandwidth:
+                raise TSPError(
+                    f"{at}: latency {latency!r}, bandwidth {bandwidth!r}: expected numbers, the "
+                    "second above 0"
+                )
+            result.setdefault(collective, {})[ranks] = latency * 1e-6, bandwidth * 1e9
     return result

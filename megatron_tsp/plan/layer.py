@@ -94,7 +94,7 @@ class Attention:
         return -(-heads // step)
 
     def _gather(self, groups: int, backward: bool = False) -> Event:
-        if self.ranks == 1:
+        if self.ranks == 1 or (backward and self.work.layout.save_kv):
             return self.time.issued()
         if self.work.layout.exchange == "ring":
             transfer = self.back[0] if backward else self.there[0]

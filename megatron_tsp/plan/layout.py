@@ -21,7 +21,7 @@ class Layout:
         virtual: virtual stages a pipeline rank.
         micro_batch: sequences.
         recompute: "none"; "selective", of `modules`; "full", `recompute_layers` at a time.
-        save_activations: `--tsp-mlp-save-activations`.
+        save_activations, save_kv: `--tsp-mlp-save-activations`, `--tsp-save-kv`.
         exchange: how queries meet the keys of other ranks: "allgather", "alltoall", and for context
             parallelism without a fold also "ring".
         attention_schedule, mlp_schedule, vocab_schedule: as the `--tsp-*` flags.
@@ -39,6 +39,7 @@ class Layout:
     modules: tuple[str, ...] = ()
     recompute_layers: int = 1
     save_activations: bool = False
+    save_kv: bool = False
     exchange: str = "allgather"
     attention_schedule: str = "broadcast"
     mlp_schedule: str = "ring"
@@ -93,6 +94,8 @@ class Layout:
             )
         if self.save_activations:
             words.append("activations saved")
+        if self.save_kv:
+            words.append("gathered K/V saved")
         if self.recompute != "none":
             words.append(f"{self.recompute} recompute")
         if self.virtual > 1:
@@ -113,6 +116,8 @@ class Layout:
                 words += [f"--tsp-{kind}-schedule", getattr(self, f"{kind}_schedule")]
             if self.save_activations:
                 words.append("--tsp-mlp-save-activations")
+            if self.save_kv:
+                words.append("--tsp-save-kv")
         else:
             words += ["--tensor-model-parallel-size", str(self.degree)]
             if self.degree > 1:

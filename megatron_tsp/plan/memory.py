@@ -87,7 +87,8 @@ def saved(model: Model, layout: Layout) -> float:
 def _layer_saved(model: Model, layout: Layout) -> float:
     """The same without full recompute."""
     tokens, element = _tokens(model, layout), model.element
-    features = 2 * model.hidden + 2 * model.q_width + 2 * _kv_width(model, layout)
+    kept = layout.token_ranks if layout.save_kv else 1
+    features = 2 * model.hidden + 2 * model.q_width + 2 * _kv_width(model, layout) * kept
     statistics = model.heads + 2 * (2 if model.layernorm else 1)
     if model.qk_norm:
         features += model.q_width + _kv_width(model, layout)

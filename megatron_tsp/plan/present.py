@@ -35,8 +35,6 @@ def from_args(args: Namespace, ranks: int) -> Layout:
     exchange = "allgather"
     if args.tsp_size:
         exchange = attention_exchange(args)[0]
-        if args.tsp_save_kv:
-            raise TSPError("megatron-tsp plan does not price --tsp-save-kv; drop it")
     elif context > 1:
         kind = args.cp_comm_type[0]
         exchange = CP_COMM_TYPES.get(kind)
@@ -55,6 +53,7 @@ def from_args(args: Namespace, ranks: int) -> Layout:
         modules=modules,
         recompute_layers=layers,
         save_activations=args.tsp_mlp_save_activations,
+        save_kv=bool(args.tsp_save_kv and exchange == "allgather"),
         exchange=exchange,
         attention_schedule=args.tsp_attention_schedule,
         mlp_schedule=args.tsp_mlp_schedule,
@@ -69,7 +68,7 @@ def flipped(model: Model, layout: Layout) -> tuple[Layout | None, str]:
     """(the same grid the other way: TP+SP as TSP, TSP as TP+SP; why there is none)."""
     if layout.degree == 1:
         return None, "no tensor parallelism to fold"
-    other = replace(layout, fold=not layout.fold, save_activations=False)
+    other = replace(layout, fold=not layout.fold, save_activations=False, save_kv=False)
     if other.fold:  # TSP recomputes norms and hidden activations anyway
         other = replace(other, exchange="allgather")
         if other.recompute == "selective":

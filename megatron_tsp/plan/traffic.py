@@ -5,10 +5,10 @@ ranks that a sequence is spread over in attention; f = (D-1)/D. Elements a layer
 
     TP+SP     forward 4·f·N·h/C, backward 6·f·N·h/C; each recompute of a layer the forward's again
     TSP       forward f·P, backward f·P and f·P of dW; P the layer's weights
-    exchange  K and V gathered: 2·N·kv forward, 4·N·kv backward; passed round a ring: the same;
-              tokens for heads: (2q + 2kv)·N/X each way, and backward a number for each row of
-              each head; all times (X-1)/X. Under tensor parallelism
-              without a fold q and kv are those of the rank's heads
+    exchange  K and V gathered: 2·N·kv forward, 4·N·kv backward, 2·N·kv where they are saved;
+              passed round a ring: as gathered; tokens for heads: (2q + 2kv)·N/X each way, and
+              backward a number for each row of each head; all times (X-1)/X. Under tensor
+              parallelism without a fold q and kv are those of the rank's heads
 
 The tests hold the counter of real runs (megatron_tsp/traffic.py) equal to these forms, to the byte,
 and the simulation sends what they say.
@@ -131,8 +131,8 @@ def exchange(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
     kvs = 2 * kv_heads * model.channels * whole
     if layout.exchange == "ring":
         return [sent("send", kvs)], [sent("send", 2 * kvs)]
-    gather = sent("all_gather", kvs)
-    return [gather], [gather, sent("reduce_scatter", kvs)]
+    gather, scatter = sent("all_gather", kvs), sent("reduce_scatter", kvs)
+    return [gather], [scatter] if layout.save_kv else [gather, scatter]
 
 
 def shared_heads(model: Model, layout: Layout) -> Transfers:
