@@ -11,7 +11,7 @@ of its keys; then dq, dk and dv are this part's exact contributions (arXiv 2205.
 not there is an error, not another kernel.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,18 +19,28 @@ from torch import Tensor
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.kernels import flash_attn
 from megatron_tsp.layers.kernels.of_torch import Cudnn, TorchFlash
+from megatron_tsp.layers.kernels.tiled import Tiled
+
+if TYPE_CHECKING:
+    from megatron_tsp.layers.dropout import TileDropout
 
 
 class Kernel(Protocol):
     """One kernel, with its scale of the logits."""
 
+    #: Whether it drops probabilities, by masks of its own or by `TileDropout.keeps`.
+    has_dropout: bool
+
     def __init__(self, scale: float): ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: "TileDropout | None" = None
+    ) -> tuple[Tensor, Tensor]:
         """softmax(scale·q·kᵀ)·v and its log-sum-exp.
 
         Args:
             q: [B, H, sq, d]. k, v: [B, H or 1, sk, d], the dtype of q.
+            dropout: of the probabilities, after the softmax; only if `has_dropout`.
 
         Returns:
             out [B, H, sq, d] in q's dtype; lse [B, H, sq], fp32 (fp64 for fp64).
@@ -38,13 +48,24 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        dropout: "TileDropout | None" = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), shaped as q, k and v: dk and dv are summed over heads that share them."""
         ...
 
 
-def choose(backend: str = "auto", version: int | None = None, gpu: bool | None = None) -> type:
+def choose(
+    backend: str = "auto", version: int | None = None, gpu: bool | None = None,
+    dropout: bool = False,
+) -> type:
     """The kernel's class.
 
     Args:
@@ -52,29 +73,40 @@ def choose(backend: str = "auto", version: int | None = None, gpu: bool | None =
             installed, else PyTorch's; "fused": cuDNN's fused attention, as PyTorch has it.
         version: of flash-attn, 2 or 3: that one.
         gpu: whether the tensors are on one; None: whether there is one.
+        dropout: whether it must have dropout: then "auto" takes `Tiled` where PyTorch's has none.
 
     Raises:
-        TSPError: the kernel is not there, by the flag that asks for it.
+        TSPError: the kernel is not there, or has no dropout, by the flag that asks for it.
     """
     gpu = torch.cuda.is_available() if gpu is None else gpu
+    flag = f"--attention-backend {backend}"
     if version is not None:
-        flag = f"--flash-attention-version {version}"
         if backend not in ("auto", "flash"):
-            raise TSPError(f"{flag} contradicts --attention-backend {backend}; drop one of them")
-        return flash_attn.kernel(version, flag, gpu)
-    if backend == "fused":
+            raise TSPError(
+                f"--flash-attention-version {version} contradicts {flag}; drop one of them"
+            )
+        flag = f"--flash-attention-version {version}"
+        found = flash_attn.kernel(version, flag, gpu)
+    elif backend == "fused":
         if not gpu or not torch.backends.cudnn.is_available() or torch.version.hip:
             raise TSPError(
                 "--attention-backend fused needs cuDNN and its GPU; elsewhere use auto or flash"
             )
-        return Cudnn
-    if backend == "flash" and gpu:
-        return flash_attn.newest() or TorchFlash
-    if backend in ("auto", "flash"):
-        return TorchFlash
-    raise TSPError(
-        f"--attention-backend {backend} builds scores of s x s; use auto, flash or fused"
-    )
+        found = Cudnn
+    elif backend == "flash":
+        found = (flash_attn.newest() if gpu else None) or TorchFlash
+    elif backend == "auto":
+        found = TorchFlash
+    else:
+        raise TSPError(f"{flag} builds scores of s x s; use auto, flash or fused")
+    if dropout and not found.has_dropout:
+        if flag != "--attention-backend auto":
+            raise TSPError(
+                f"{flag}: this kernel has no attention dropout; pass --attention-dropout 0, or "
+                "leave the kernel to TSP with --attention-backend auto"
+            )
+        return Tiled
+    return found
 
 
 def check_shapes(channels: int, half: bool) -> None:

@@ -17,6 +17,8 @@ _MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface"}
 class FlashAttention2:
     """flash-attn 2, from 2.7 on; bf16 and fp16."""
 
+    has_dropout = False
+
     def __init__(self, scale: float):
         self.scale = scale
         self.module = importlib.import_module(_MODULES[2])
@@ -42,6 +44,8 @@ class FlashAttention2:
 
 class FlashAttention3:
     """flash-attn 3, for Hopper; bf16 and fp16."""
+
+    has_dropout = False
 
     def __init__(self, scale: float):
         self.scale = scale
