@@ -10,15 +10,16 @@ from megatron_tsp.layers import kernels
 from megatron_tsp.layers.kernels import of_torch
 
 
+@pytest.mark.parametrize("kernel", [kernels.choose(gpu=False), kernels.Tiled])
 @pytest.mark.parametrize("logits", [1.0, 100.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 5e-2)]
 )
-def test_equals_fp64(dtype, bar, causal, logits):
+def test_equals_fp64(dtype, bar, causal, logits, kernel):
     for shape in SHAPES[: 2 if causal else 3]:
         for whole in (True, False):
-            found = errors(kernels.choose(), shape, causal, dtype, "cpu", logits, whole)
+            found = errors(kernel, shape, causal, dtype, "cpu", logits, whole)
             assert max(found.values()) < bar, (shape, whole, found)
 
 
@@ -53,6 +54,9 @@ def test_what_is_asked_for_is_what_is_taken():
     assert kernels.choose("auto", gpu=False) is of_torch.TorchFlash
     assert kernels.choose("flash", gpu=False) is of_torch.TorchFlash
     assert kernels.choose("auto", gpu=True) is of_torch.TorchFlash
+    assert kernels.choose("auto", gpu=False, dropout=True) is kernels.Tiled
+    with pytest.raises(TSPError, match="--attention-backend flash: this kernel has no attention"):
+        kernels.choose("flash", gpu=False, dropout=True)
 
 
 @pytest.mark.parametrize(

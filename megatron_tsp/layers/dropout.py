@@ -1,13 +1,13 @@
 """Attention dropout: a hash of who looks at whom says which probabilities are dropped.
 
-Query i of head n of sample m drops key j by a function of (key, m, n, i, j), with places in the whole
-batch, model and sequence. So the mask is the same however tokens and heads are spread, it need not be
-kept for the backward, and no part of it exists longer than its tile. `key` is drawn once for
+Query i of head n of sample m drops key j by a function of (key, m, n, i, j), with places in the
+whole batch, model and sequence. So the mask is the same however tokens and heads are spread, it is
+not kept for the backward, and no part of it exists longer than its tile. `key` is drawn once for
 each layer and micro-batch, from Megatron's random state (`draw`).
 
-As in Megatron's core attention, what is left of the probabilities is scaled by 1/(1-p), and their sum
-is taken before the drop. So the log-sum-exp knows of no dropout, parts of a softmax merge as without
-it, and Σ dout·out is still what the backward takes from out (arXiv 2205.14135, appendix B.4).
+As in Megatron's core attention, what is left of the probabilities is scaled by 1/(1-p), and their
+sum is taken before the drop. So the log-sum-exp knows of no dropout, parts of a softmax merge as
+without it, and Σ dout·out is still what the backward takes from out (arXiv 2205.14135, appendix B).
 """
 
 from collections.abc import Iterable, Sequence
@@ -100,8 +100,8 @@ class TileDropout(NamedTuple):
 
     Attributes:
         p: probability of a drop.
-        seed: 63 bits, other ones for each call of the forward, on any rank; the backward of the same
-            tile has the same.
+        seed: 63 bits, other ones for each call of the forward, on any rank; the same for the
+            backward of the same tile.
     """
 
     p: float

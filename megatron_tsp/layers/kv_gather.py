@@ -202,7 +202,15 @@ class GatheredKV(torch.autograd.Function):
                     )
                     dsinks[of_heads] = dsink.view(batch, -1).sum(0)
                 dwhole = _attend_backward(
-                    *slices, local, whole, works, of_lse, target, layout, ctx.tiles, ctx.kernel,
+                    *slices,
+                    local,
+                    whole,
+                    works,
+                    of_lse,
+                    target,
+                    layout,
+                    ctx.tiles,
+                    ctx.kernel,
                     ctx.dropout and ctx.dropout.of_heads(of_heads),
                 )
                 if leaving is not None:
@@ -259,9 +267,7 @@ def _of_heads(sinks: Tensor | None, heads: slice, k: Tensor) -> Tensor | None:
     return sinks[heads].view(-1, rep).repeat(k.size(1), 1)
 
 
-def _attend(
-    queries, local, whole, works, sinks, target, layout, tiles, kernel, dropout
-) -> Tensor:
+def _attend(queries, local, whole, works, sinks, target, layout, tiles, kernel, dropout) -> Tensor:
     """Write the attention of one head group into target [s/D, b, g, rep, d]; returns its lse."""
     kv_heads, batch = whole.size(2), whole.size(1)
     q = _by_query_group(queries, kv_heads)

@@ -63,7 +63,9 @@ class Kernel(Protocol):
 
 
 def choose(
-    backend: str = "auto", version: int | None = None, gpu: bool | None = None,
+    backend: str = "auto",
+    version: int | None = None,
+    gpu: bool | None = None,
     dropout: bool = False,
 ) -> type:
     """The kernel's class.

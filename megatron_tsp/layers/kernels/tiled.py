@@ -1,7 +1,6 @@
 """Attention in plain PyTorch, tile by tile with a running softmax, on any device and in any dtype.
 
-Slower than a fused kernel. It is for attention dropout where the fused kernel has none, or where the
-mask must not depend on how tokens and heads are spread.
+Slower than a fused kernel. It is for attention dropout where the fused kernel has none.
 """
 
 from collections.abc import Iterator
