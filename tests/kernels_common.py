@@ -1,17 +1,28 @@
-"""One check for every attention kernel: against fp64, whole and put together from two parts."""
+"""The checks for every attention kernel: against fp64, whole, put together from parts, masked."""
+
+from itertools import pairwise
 
 import torch
 
 from megatron_tsp.layers import flash
-from megatron_tsp.layers.mask import Tile
+from megatron_tsp.layers.mask import Mask, Span, Tile
 
 SHAPES = [(64, 64, 1), (64, 64, 3), (40, 72, 2)]  # queries, keys, query heads to a KV head
 CHANNELS = 64
 
+#: Of two samples with two KV heads and three query heads to each: more documents than are called
+#: one by one, of which some are shorter than the window.
+DOCUMENTS = ((0, 3, 4, 19, 32, 33, 50, 64), (0, 1, 24, 40, 43, 47, 60, 64))
+MASKS = {
+    "documents": Mask(documents=DOCUMENTS),
+    "documents-window": Mask(5, DOCUMENTS),
+    "window": Mask(5),
+}
 
-def _inputs(queries, keys, heads, dtype, device, logits):
+
+def _inputs(queries, keys, heads, dtype, device, logits, batch=3):
     generator = torch.Generator().manual_seed(0)
-    shapes = ((3, heads, queries), (3, 1, keys), (3, 1, keys), (3, heads, queries))
+    shapes = ((batch, heads, queries), *[(batch, 1, keys)] * 2, (batch, heads, queries))
     q, k, v, dout = (
         torch.randn(*shape, CHANNELS, generator=generator, dtype=torch.float64).to(dtype)
         for shape in shapes
@@ -19,12 +30,15 @@ def _inputs(queries, keys, heads, dtype, device, logits):
     return [t.to(device) for t in (q * logits, k, v, dout)]
 
 
-def _expected(q, k, v, dout, hidden, scale):
-    """(out, lse, dq, dk, dv) in fp64 from the definition."""
-    q, k, v = (t.double().cpu().requires_grad_() for t in (q, k, v))
+def _expected(q, k, v, dout, hidden, scale, sinks=None):
+    """(out, lse, dq, dk, dv, and dsinks) in fp64 from the definition."""
+    leaves = [t.double().cpu().requires_grad_() for t in (q, k, v, sinks) if t is not None]
+    q, k, v, *rest = leaves
     scores = (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
-    out = scores.softmax(-1) @ v
-    grads = torch.autograd.grad(out, (q, k, v), dout.double().cpu())
+    if rest:  # one more key, of value 0
+        scores = torch.cat((scores, rest[0][..., None, None].expand(*q.shape[:-1], 1)), -1)
+    out = scores.softmax(-1)[..., : k.size(-2)] @ v
+    grads = torch.autograd.grad(out, leaves, dout.double().cpu())
     return out, scores.logsumexp(-1), *grads
 
 
@@ -66,3 +80,40 @@ def errors(kernel, shape, causal, dtype, device, logits=1.0, whole=False) -> dic
         name: ((got.double().cpu() - want).abs().max() / want.abs().max()).item()
         for name, got, want in zip(names, (out, lse, *grads), expected, strict=True)
     }
+
+
+def masked_errors(kernel, mask: Mask, sinks: bool, dtype, device) -> dict[str, float]:
+    """As `errors`, of a mask's tiles over sequences of 64 tokens; with sinks also of dsinks."""
+    length, samples, heads = 64, 2, 3
+    q, k, v, dout = _inputs(length, length, heads, dtype, device, 1.0, batch=2 * samples)
+    made, whole = kernel(CHANNELS**-0.5), Span(0, length)
+    of_heads = torch.linspace(-1, 1, 2 * samples * heads, dtype=torch.float64).view(-1, heads)
+    tiles = mask.tiles(whole, [whole])
+    out, lse = flash.attend(q, k, v, tiles, made)
+    logit = of_heads.to(device, lse.dtype)
+    if sinks:
+        out, lse = flash.with_sinks(out, lse, logit)
+    out = out.to(dtype)
+    got = [torch.zeros_like(t) for t in (q, k, v)]
+    flash.attend_backward(dout, q, k, v, out, lse, tiles, made, *got)
+    if sinks:
+        got.append(flash.sinks_backward(dout, out, lse, logit))
+    seen = torch.stack([_seen(mask, length, sample) for sample in range(samples)])
+    hidden = ~seen.repeat_interleave(2, 0).unsqueeze(1)
+    expected = _expected(q, k, v, dout, hidden, made.scale, of_heads if sinks else None)
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")[: len(expected)]
+    return {
+        name: ((value.double().cpu() - want).abs().max() / want.abs().max()).item()
+        for name, value, want in zip(names, (out, lse, *got), expected, strict=True)
+    }
+
+
+def _seen(mask: Mask, length: int, sample: int) -> torch.Tensor:
+    """bool [length, length], from the definition."""
+    at = torch.arange(length)
+    back = at.unsqueeze(1) - at
+    seen = (back >= 0) & (back <= (length if mask.window is None else mask.window))
+    document = torch.zeros(length, dtype=torch.long)
+    for number, (begin, end) in enumerate(pairwise((mask.documents or [(0, length)] * 2)[sample])):
+        document[begin:end] = number
+    return seen & (document.unsqueeze(1) == document)

@@ -1,26 +1,105 @@
-"""Attention kernels: the CPU's against fp64; the GPU's as far as their calls can be made here."""
+"""Attention kernels against fp64: the CPU's; those of packages for GPUs on stand-ins of these.
 
+A stand-in (kernel_stand_ins.py) computes in plain torch what its package computes, and asserts what
+that demands of its arguments. benchmarks/gpu/kernels.py makes the same checks of the real ones.
+"""
+
+import kernel_stand_ins
 import pytest
 import torch
-from kernels_common import SHAPES, errors
+from kernels_common import MASKS, SHAPES, errors, masked_errors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_tsp.errors import TSPError
-from megatron_tsp.layers import kernels
-from megatron_tsp.layers.kernels import of_torch
+from megatron_tsp.layers import kernels, varlen
+from megatron_tsp.layers.kernels import flash_attn, of_torch, packages
+
+KERNELS = {
+    "PyTorch": of_torch.TorchFlash,
+    "flash-attn 2": flash_attn.FlashAttention2,
+    "flash-attn 3.0.0b1": flash_attn.FlashAttention3,
+    "flash-attn 3": flash_attn.FlashAttention3,
+    "Transformer Engine 2.8": kernels.TransformerEngineFused,
+    "Transformer Engine 2.18": kernels.TransformerEngineFused,
+}
+PACKING = [name for name in KERNELS if name.startswith("flash-attn")]
 
 
-@pytest.mark.parametrize("kernel", [kernels.choose(gpu=False), kernels.Tiled])
+@pytest.fixture(autouse=True)
+def one_thread():
+    """For tensors as small as these more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def kernel(request, monkeypatch):
+    """The kernel of that name, with the stand-in of its package installed."""
+    if request.param in kernel_stand_ins.STAND_INS:
+        kernel_stand_ins.install(request.param, monkeypatch.setitem)
+    kernel_stand_ins.CALLS.clear()
+    return KERNELS[request.param]
+
+
 @pytest.mark.parametrize("logits", [1.0, 100.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 5e-2)]
 )
-def test_equals_fp64(dtype, bar, causal, logits, kernel):
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_equals_fp64(kernel, dtype, bar, causal, logits):
+    if dtype == torch.float32 and kernel is not of_torch.TorchFlash:
+        pytest.skip("no GPU kernel takes fp32")
     for shape in SHAPES[: 2 if causal else 3]:
         for whole in (True, False):
             found = errors(kernel, shape, causal, dtype, "cpu", logits, whole)
             assert max(found.values()) < bar, (shape, whole, found)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-12), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_windows_documents_and_sinks_equal_fp64(kernel, dtype, bar, mask, sinks):
+    found = masked_errors(kernel, MASKS[mask], sinks, dtype, "cpu")
+    assert max(found.values()) < bar, found
+
+
+@pytest.mark.parametrize("kernel", PACKING, indirect=True)
+def test_documents_are_one_call(kernel):
+    masked_errors(kernel, MASKS["documents"], False, torch.bfloat16, "cpu")
+    assert kernel_stand_ins.CALLS == ["varlen_forward", "varlen_backward"]
+    kernel_stand_ins.CALLS.clear()
+    masked_errors(kernel, MASKS["window"], False, torch.bfloat16, "cpu")
+    assert not any(name.startswith("varlen") for name in kernel_stand_ins.CALLS)
+    masked_errors(kernel, MASKS["documents-window"], False, torch.bfloat16, "cpu")
+    assert 0 < sum(name == "varlen_forward" for name in kernel_stand_ins.CALLS) <= 4
+
+
+def _without_a_boundary(rows):
+    """The first two sequences are one."""
+    found, longest, cumulated = rows
+    return found, 2 * longest, torch.cat((cumulated[:1], cumulated[2:]))
+
+
+def _in_natural_order(rows):
+    """Those of an edge too."""
+    found, *rest = rows
+    order = (found.sample * 10**6 + found.place).argsort()
+    return found._replace(sample=found.sample[order], place=found.place[order]), *rest
+
+
+@pytest.mark.parametrize("broken", [_without_a_boundary, _in_natural_order])
+@pytest.mark.parametrize("kernel", ["flash-attn 2"], indirect=True)
+def test_twins_with_broken_packs_differ(kernel, broken, monkeypatch):
+    rows = varlen._rows
+    monkeypatch.setattr(varlen, "_rows", lambda *args: broken(rows(*args)))
+    varlen._packed.cache_clear()
+    found = masked_errors(kernel, MASKS["documents-window"], False, torch.float64, "cpu")
+    varlen._packed.cache_clear()
+    assert min(found[name] for name in ("out", "dq", "dk")) > 1e-2
 
 
 class _OwnLse(of_torch.TorchFlash):
@@ -32,6 +111,16 @@ class _OwnLse(of_torch.TorchFlash):
 
 def test_twin_with_each_parts_own_lse_differs():
     found = errors(_OwnLse, SHAPES[0], False, torch.float64, "cpu")
+    assert found["out"] < 1e-12 and min(found[name] for name in ("dq", "dk", "dv")) > 1e-2
+
+
+@pytest.mark.parametrize("kernel", KERNELS.keys() - {"PyTorch"}, indirect=True)
+def test_twins_whose_backward_takes_the_parts_own_lse_differ(kernel):
+    def backward(self, dout, q, k, v, out, lse, causal):
+        return kernel.backward(self, dout, q, k, v, *self.forward(q, k, v, causal), causal)
+
+    twin = type("OwnLse", (kernel,), {"backward": backward})
+    found = errors(twin, SHAPES[0], False, torch.float64, "cpu")
     assert found["out"] < 1e-12 and min(found[name] for name in ("dq", "dk", "dv")) > 1e-2
 
 
@@ -50,13 +139,24 @@ def test_the_calls_on_a_gpu_have_the_arguments_that_pytorch_wants(kernel, heads)
         assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
 
 
+def test_the_packed_calls_on_a_gpu_have_the_arguments_that_pytorch_wants():
+    with FakeTensorMode():
+        like = {"device": "cuda", "dtype": torch.bfloat16}
+        q, k = torch.empty(96, 6, 64, **like), torch.empty(128, 2, 64, **like)
+        bounds = torch.empty(4, device="cuda", dtype=torch.int32)
+        made = of_torch.TorchFlash(0.125)
+        assert made.packs(q)
+        lengths = kernels.Lengths(bounds, bounds, 64, 96)
+        out, lse = made.forward_packed(q, k, k, lengths, False)
+        assert out.shape == q.shape and lse.shape == (6, 96) and lse.dtype == torch.float32
+        grads = made.backward_packed(out, q, k, k, out, lse, lengths, False)
+        assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+
+
 def test_what_is_asked_for_is_what_is_taken():
     assert kernels.choose("auto", gpu=False) is of_torch.TorchFlash
     assert kernels.choose("flash", gpu=False) is of_torch.TorchFlash
     assert kernels.choose("auto", gpu=True) is of_torch.TorchFlash
-    assert kernels.choose("auto", gpu=False, dropout=True) is kernels.Tiled
-    with pytest.raises(TSPError, match="--attention-backend flash: this kernel has no attention"):
-        kernels.choose("flash", gpu=False, dropout=True)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +176,70 @@ def test_what_is_not_there_is_refused_by_its_flag(backend, version, gpu, message
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_a_package_that_is_not_installed_is_refused(version):
-    module = {2: "flash_attn", 3: "flash_attn_interface"}[version]
-    if kernels.flash_attn.find_spec(module):
-        pytest.skip(f"{module} is installed")
-    with pytest.raises(TSPError, match=f"flash-attn {version} is not installed"):
-        kernels.choose("flash", version, gpu=True)
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that says which GPU, and which packages in which versions, there are."""
+
+    def there(*stand_ins, capability=9, hip=None, **versions):
+        for name in stand_ins:
+            kernel_stand_ins.install(name, monkeypatch.setitem)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: not hip)
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+        def version(distribution):
+            if distribution in versions:
+                return versions[distribution]
+            raise packages.PackageNotFoundError(distribution)
+
+        monkeypatch.setattr(packages, "installed_version", version)
+
+    return there
+
+
+def test_fused_is_transformer_engines_where_it_is_installed(gpu):
+    gpu()
+    assert kernels.choose("fused", gpu=True) is of_torch.Cudnn
+    gpu("Transformer Engine 2.18", transformer_engine="2.18.0+abcdef")
+    assert kernels.choose("fused", gpu=True) is kernels.TransformerEngineFused
+    gpu("Transformer Engine 2.18", transformer_engine="3.0")
+    with pytest.raises(TSPError, match="fused: Transformer Engine 3.0, and TSP takes 2.x"):
+        kernels.choose("fused", gpu=True)
+    gpu("Transformer Engine 2.18", transformer_engine="2.18", hip="7.0")
+    with pytest.raises(TSPError, match="fused needs cuDNN and its GPU"):
+        kernels.choose("fused", gpu=True)
+
+
+def test_flash_is_the_newest_flash_attn_that_the_gpu_runs(gpu):
+    gpu()
+    assert kernels.choose("flash", gpu=True) is of_torch.TorchFlash
+    both = "flash-attn 2", "flash-attn 3"
+    gpu(*both, flash_attn="2.8.3")
+    assert kernels.choose("flash", gpu=True) is flash_attn.FlashAttention3
+    gpu(*both, flash_attn="2.8.3", capability=8)
+    assert kernels.choose("flash", gpu=True) is flash_attn.FlashAttention2
+    gpu(*both, flash_attn="2.7.4.post1", hip="7.0")  # an MI300X says that its capability is 9.4
+    assert kernels.choose("flash", gpu=True) is flash_attn.FlashAttention2
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "message"),
+    [
+        (2, {}, "flash-attn 2 is not installed .no module flash_attn.flash_attn_interface"),
+        (3, {}, "flash-attn 3 is not installed"),
+        (3, {"capability": 10}, "flash-attn 3 is for Hopper GPUs"),
+        (3, {"hip": "7.0"}, "flash-attn 3 is for Hopper GPUs"),
+        (2, {"name": "flash-attn 2", "flash_attn": "2.6.3"}, "flash-attn 2.6.3: TSP takes 2.7"),
+        (2, {"name": "flash-attn 2"}, "flash-attn of unknown version: TSP takes 2.7"),
+        (3, {"name": "flash-attn 3 of 2024"}, "older than 3.0.0b1"),
+    ],
+)
+def test_a_package_that_is_missing_or_of_another_version_is_refused(gpu, asked, there, message):
+    there = dict(there)
+    name = there.pop("name", None)
+    gpu(*([name] if name else []), **there)
+    with pytest.raises(TSPError, match=message):
+        kernels.choose("flash", asked, gpu=True)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,13 @@ Tensors as the kernels want them: [B, H, s, d], keys and values with H heads or 
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_tsp.layers.kernels import Kernel
 from megatron_tsp.layers.mask import Tile
-
-if TYPE_CHECKING:
-    from megatron_tsp.layers.dropout import Between
+from megatron_tsp.layers.varlen import Pack, calls
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +31,6 @@ def attend(
     tiles: Iterable[Tile],
     kernel: Kernel,
     so_far: tuple[Tensor, Tensor] | None = None,
-    dropout: "Between | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """The softmax of queries over the keys in `tiles`, merged with what it is `so_far`.
 
@@ -42,31 +38,53 @@ def attend(
         q: [B, H, sq, d]. k, v: [B, H or 1, sk, d]. B is the samples, each with its heads.
         tiles: as `Mask.tiles` lists them: causal ones first, which hold every query once.
         so_far: (out, lse) over other keys; may be changed in place.
-        dropout: of the probabilities, between all of these queries and keys; None: none.
 
     Returns:
         out [B, H, sq, d], in the dtype of q or of lse; lse [B, H, sq], fp32 (fp64 for fp64).
     """
     out, lse = so_far or (None, None)
-    for tile in tiles:
-        queries, keys = cut(q, tile, tile.queries), (cut(t, tile, tile.keys) for t in (k, v))
-        more = () if dropout is None else (dropout.in_tile(tile),)
-        part = kernel.forward(queries, *keys, tile.kind != "full", *more)
-        part = [_uncut(t, tile) for t in part]
+    for tile in calls(tiles, kernel, q):
+        if isinstance(tile, Pack):
+            out, lse = _attend_packed(q, k, v, tile, kernel, out, lse)
+            continue
+        queries, keys = _cut(q, tile, tile.queries), (_cut(t, tile, tile.keys) for t in (k, v))
+        part = [_uncut(t, tile) for t in kernel.forward(queries, *keys, tile.kind != "full")]
         if part[0].shape == q.shape:
             out, lse = part if out is None else merge(out, lse, *part)
             continue
-        if out is None:
-            out, lse = torch.empty_like(q), part[1].new_empty(q.shape[:-1])
+        out, lse = _totals(out, lse, q, part[1], tile.kind)
         totals = _of(out, tile, tile.queries), _of(lse, tile, tile.queries)
         if tile.kind != "causal":
-            if out.dtype != lse.dtype:
-                out = out.to(lse.dtype)
-                totals = _of(out, tile, tile.queries), totals[1]
             part = merge(*totals, *part)
         for total, value in zip(totals, part, strict=True):
             total.copy_(value)
     return out, lse
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, pack: Pack, kernel: Kernel, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the tiles of a pack in them."""
+    of_keys = (pack.keys.take(t) for t in (k, v))
+    part, part_lse = kernel.forward_packed(
+        pack.queries.take(q), *of_keys, pack.lengths, pack.kind != "full"
+    )
+    part = part, part_lse.t()
+    totals = out, lse = _totals(out, lse, q, part_lse, pack.kind)
+    if pack.kind != "causal":
+        part = merge(*(pack.queries.take(t) for t in totals), *part)
+    for total, value in zip(totals, part, strict=True):
+        pack.queries.put(total, value)
+    return out, lse
+
+
+def _totals(
+    out: Tensor | None, lse: Tensor | None, q: Tensor, like: Tensor, kind: str
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) to write a part into; in the dtype of the lse, which `like` has, to merge one."""
+    if out is None:
+        out, lse = torch.empty_like(q), like.new_empty(q.shape[:-1])
+    return out if kind == "causal" else out.to(lse.dtype), lse
 
 
 def attend_backward(
@@ -81,17 +99,25 @@ def attend_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    dropout: "Between | None" = None,
 ) -> None:
     """Add the gradients of `attend`'s inputs through `tiles` to dq, dk and dv.
 
     out and lse are those of the whole softmax; shapes as in `attend`, dq, dk and dv as q, k and v.
     """
-    for tile in tiles:
-        rows = [cut(t, tile, tile.queries) for t in (dout, q, out, lse)]
-        keys = [cut(t, tile, tile.keys) for t in (k, v)]
-        more = () if dropout is None else (dropout.in_tile(tile),)
-        grads = kernel.backward(*rows[:2], *keys, *rows[2:], tile.kind != "full", *more)
+    for tile in calls(tiles, kernel, q):
+        if isinstance(tile, Pack):
+            rows = [tile.queries.take(t) for t in (dout, q, out, lse)]
+            of_keys = [tile.keys.take(t) for t in (k, v)]
+            grads = kernel.backward_packed(
+                *rows[:2], *of_keys, rows[2], rows[3].t(), tile.lengths, tile.kind != "full"
+            )
+            places = tile.queries, tile.keys, tile.keys
+            for total, grad, at in zip((dq, dk, dv), grads, places, strict=True):
+                at.add(total, grad)
+            continue
+        rows = [_cut(t, tile, tile.queries) for t in (dout, q, out, lse)]
+        keys = [_cut(t, tile, tile.keys) for t in (k, v)]
+        grads = kernel.backward(*rows[:2], *keys, *rows[2:], tile.kind != "full")
         places = tile.queries, tile.keys, tile.keys
         for total, grad, at in zip((dq, dk, dv), grads, places, strict=True):
             _of(total, tile, at).add_(_uncut(grad, tile))
@@ -120,7 +146,7 @@ def _of(t: Tensor, tile: Tile, at: slice) -> Tensor:
     return t[sample * heads : (sample + 1) * heads, :, at]
 
 
-def cut(t: Tensor, tile: Tile, at: slice) -> Tensor:
+def _cut(t: Tensor, tile: Tile, at: slice) -> Tensor:
     """The same for a kernel: blocks as if they were heads, an edge in reverse order."""
     part = _of(t, tile, at)
     if tile.blocks > 1:

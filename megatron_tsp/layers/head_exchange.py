@@ -102,7 +102,7 @@ class ExchangedHeads(torch.autograd.Function):
     """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d]; arguments as `GatheredKV`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, kernel, mask, dropout=None):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask):
         exchange = _Exchange(group)
         whole = Span(0, q.size(0) * exchange.size)
         tiles, steps = mask.tiles(whole, [whole]), _steps(q, k, exchange)
@@ -119,8 +119,7 @@ class ExchangedHeads(torch.autograd.Function):
                 kv = arrived or kv
                 out = torch.empty_like(queries)
                 for at, (rows, into), keys in _calls(chunk, exchange.rank, (queries, out), kv):
-                    drops = dropout and dropout.of_heads(at).of(rows, [whole], [whole])
-                    part, lse = flash.attend(rows, *keys, tiles, kernel, None, drops)
+                    part, lse = flash.attend(rows, *keys, tiles, kernel)
                     if sinks is not None:
                         part, lse = flash.with_sinks(part, lse, _of_heads(sinks[at], lse))
                     into.copy_(part)
@@ -129,7 +128,7 @@ class ExchangedHeads(torch.autograd.Function):
                 leaving = [exchange.to_tokens(out, chunk.query, local)]
             _wait(leaving)
         ctx.group, ctx.kernel, ctx.tiles, ctx.steps = group, kernel, tiles, steps
-        ctx.kv_heads, ctx.dropout, ctx.whole = k.size(2), dropout, ([whole], [whole])
+        ctx.kv_heads = k.size(2)
         ctx.save_for_backward(local, sinks, *kept)
         return local
 
@@ -160,11 +159,9 @@ class ExchangedHeads(torch.autograd.Function):
                 for at, (*rows, drows), keys in _calls(chunk, exchange.rank, by_query, by_key):
                     lse = next(kept)
                     # rows: dout, q, out; keys: k, v, dk, dv
-                    drops = ctx.dropout and ctx.dropout.of_heads(at).of(rows[1], *ctx.whole)
                     flash.attend_backward(
-                        *rows[:2], *keys[:2], rows[2], lse, ctx.tiles, ctx.kernel, drows,
-                        *keys[2:], drops,
-                    )  # fmt: skip
+                        *rows[:2], *keys[:2], rows[2], lse, ctx.tiles, ctx.kernel, drows, *keys[2:]
+                    )
                     if sinks is not None:
                         dsink = flash.sinks_backward(
                             rows[0], rows[2], lse, _of_heads(sinks[at], lse)
@@ -178,7 +175,7 @@ class ExchangedHeads(torch.autograd.Function):
                         for part, into in zip(dkv, dkv_local, strict=True)
                     ]
             _wait(leaving)
-        return dq_local, *(d.to(local.dtype) for d in dkv_local), dsinks, None, None, None, None
+        return dq_local, *(d.to(local.dtype) for d in dkv_local), dsinks, None, None, None
 
 
 def _steps(q: Tensor, k: Tensor, exchange: _Exchange) -> list[Chunk]:

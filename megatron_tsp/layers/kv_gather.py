@@ -23,7 +23,6 @@ from torch import Tensor
 
 from megatron_tsp import zigzag
 from megatron_tsp.layers import flash
-from megatron_tsp.layers.dropout import Between, Dropout
 from megatron_tsp.layers.mask import Mask, Span, Tile
 from megatron_tsp.streaming import wait_all
 from megatron_tsp.traffic import block
@@ -64,15 +63,6 @@ class _Layout(NamedTuple):
         here = [tile for chunk in self.own() for tile in mask.tiles(chunk, [chunk])]
         behind = [tile for chunk in self.own() for tile in mask.tiles(chunk, self.before(chunk))]
         return here, behind
-
-    def drops(self, dropout: Dropout | None, q: Tensor) -> tuple[Between | None, Between | None]:
-        """The dropout of heads q [b·g, rep, s, d] over own keys, and over the gathered ones."""
-        if dropout is None:
-            return None, None
-        c, own = self.chunk, self.own()
-        chunks = [Span(at * c, (at + 1) * c) for at in range(len(own) * self.size)]
-        everywhere = [chunk._replace(at=self.gathered(chunk).start) for chunk in chunks]
-        return dropout.of(q, own, own), dropout.of(q, own, everywhere)
 
 
 class _Exchange:
@@ -146,16 +136,14 @@ class GatheredKV(torch.autograd.Function):
         group: the ranks over which the sequence is spread; None is one rank.
         kernel: the attention kernel, with its scale of the logits.
         mask: what a query sees.
-        dropout: of the probabilities; None: none.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, kernel, mask, dropout=None, keep=False):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask, keep=False):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         layout = _Layout(size, rank, q.size(0) // (1 if size == 1 else 2))
         tiles = layout.tiles(mask)
         ctx.layout, ctx.tiles, ctx.kernel, ctx.group = layout, tiles, kernel, group
-        ctx.dropout = dropout
         v = v.contiguous()  # a view would keep the packed QKV alive until the backward
         ctx.kv_shape, ctx.groups = k.shape, _head_groups(k, size)
         exchange, groups = _Exchange(group, layout), ctx.groups
@@ -169,7 +157,7 @@ class GatheredKV(torch.autograd.Function):
                 lses.append(
                     _attend(
                         q[:, :, of_heads], local, whole, works, _of_heads(sinks, of_heads, k),
-                        target, layout, tiles, kernel, dropout and dropout.of_heads(of_heads),
+                        target, tiles, kernel,
                     )
                 )  # fmt: skip
                 if keep:
@@ -202,22 +190,13 @@ class GatheredKV(torch.autograd.Function):
                     )
                     dsinks[of_heads] = dsink.view(batch, -1).sum(0)
                 dwhole = _attend_backward(
-                    *slices,
-                    local,
-                    whole,
-                    works,
-                    of_lse,
-                    target,
-                    layout,
-                    ctx.tiles,
-                    ctx.kernel,
-                    ctx.dropout and ctx.dropout.of_heads(of_heads),
+                    *slices, local, whole, works, of_lse, target, layout, ctx.tiles, ctx.kernel
                 )
                 if leaving is not None:
                     _unpack(*leaving, dk, dv)
                 leaving = (heads, *exchange.scatter(dwhole))
             _unpack(*leaving, dk, dv)
-        return dq, dk, dv, dsinks, None, None, None, None
+        return dq, dk, dv, dsinks, None, None, None
 
 
 class KeptKV(GatheredKV):
@@ -267,17 +246,17 @@ def _of_heads(sinks: Tensor | None, heads: slice, k: Tensor) -> Tensor | None:
     return sinks[heads].view(-1, rep).repeat(k.size(1), 1)
 
 
-def _attend(queries, local, whole, works, sinks, target, layout, tiles, kernel, dropout) -> Tensor:
+def _attend(queries, local, whole, works, sinks, target, tiles, kernel) -> Tensor:
     """Write the attention of one head group into target [s/D, b, g, rep, d]; returns its lse."""
     kv_heads, batch = whole.size(2), whole.size(1)
     q = _by_query_group(queries, kv_heads)
-    (here, elsewhere), drops = tiles, layout.drops(dropout, q)
+    here, elsewhere = tiles
     # What is local comes first, before the gather is waited for.
     k, v = (_by_query_group(t, kv_heads) for t in local.unbind(3))
-    part = flash.attend(q, k, v, here, kernel, None, drops[0])
+    part = flash.attend(q, k, v, here, kernel)
     wait_all(works)
     k, v = (_by_query_group(t, kv_heads) for t in whole.unbind(3))
-    out, lse = flash.attend(q, k, v, elsewhere, kernel, part, drops[1])
+    out, lse = flash.attend(q, k, v, elsewhere, kernel, part)
     if sinks is not None:
         out, lse = flash.with_sinks(out, lse, sinks)
     target.copy_(_as_tokens(out, batch))
@@ -285,22 +264,22 @@ def _attend(queries, local, whole, works, sinks, target, layout, tiles, kernel, 
 
 
 def _attend_backward(
-    dout, q, out, local, whole, works, lse, target, layout, tiles, kernel, dropout
+    dout, q, out, local, whole, works, lse, target, layout, tiles, kernel
 ) -> Tensor:
     """Write dq of one head group into target; returns this rank's part of dK and dV, like whole."""
     kv_heads, batch = whole.size(2), whole.size(1)
-    (here, elsewhere), drops = tiles, layout.drops(dropout, q)
+    here, elsewhere = tiles
     dq, dlocal, dwhole = (torch.zeros_like(t) for t in (q, local, whole))
 
-    def add(keys, dkeys, tiles, drop):
+    def add(keys, dkeys, tiles):
         of_heads = (_by_query_group(t, kv_heads) for two in (keys, dkeys) for t in two.unbind(3))
         k, v, dk, dv = of_heads
-        flash.attend_backward(dout, q, k, v, out, lse, tiles, kernel, dq, dk, dv, drop)
+        flash.attend_backward(dout, q, k, v, out, lse, tiles, kernel, dq, dk, dv)
 
-    add(local, dlocal, here, drops[0])
+    add(local, dlocal, here)
     for chunk in layout.own():
         dwhole[layout.gathered(chunk)] = dlocal[chunk.at : chunk.at + layout.chunk]
     wait_all(works)
-    add(whole, dwhole, elsewhere, drops[1])
+    add(whole, dwhole, elsewhere)
     target.copy_(_as_tokens(dq, batch))
     return dwhole

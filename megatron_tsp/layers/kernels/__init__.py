@@ -7,40 +7,47 @@ keys 0 to i. No kernel ever holds an s x s tensor.
 The backward takes the out and the log-sum-exp of the *whole* softmax even when k and v are a part
 of its keys; then dq, dk and dv are this part's exact contributions (arXiv 2205.14135, 2310.01889).
 
+Some kernels also take many sequences of different lengths in one call (`packs`).
+
 `choose` follows Megatron's --attention-backend and --flash-attention-version. What is asked for and
 not there is an error, not another kernel.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_tsp.errors import TSPError
-from megatron_tsp.layers.kernels import flash_attn
+from megatron_tsp.layers.kernels import flash_attn, transformer_engine
 from megatron_tsp.layers.kernels.of_torch import Cudnn, TorchFlash
-from megatron_tsp.layers.kernels.tiled import Tiled
+from megatron_tsp.layers.kernels.transformer_engine import TransformerEngineFused
 
-if TYPE_CHECKING:
-    from megatron_tsp.layers.dropout import TileDropout
+
+class Lengths(NamedTuple):
+    """Sequences that lie one behind the other; sequence i of the queries meets i of the keys.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 [n + 1], where each begins, and the end.
+        max_seqlen_q, max_seqlen_k: tokens of the longest.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 class Kernel(Protocol):
     """One kernel, with its scale of the logits."""
 
-    #: Whether it drops probabilities, by masks of its own or by `TileDropout.keeps`.
-    has_dropout: bool
-
     def __init__(self, scale: float): ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: "TileDropout | None" = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """softmax(scale·q·kᵀ)·v and its log-sum-exp.
 
         Args:
             q: [B, H, sq, d]. k, v: [B, H or 1, sk, d], the dtype of q.
-            dropout: of the probabilities, after the softmax; only if `has_dropout`.
 
         Returns:
             out [B, H, sq, d] in q's dtype; lse [B, H, sq], fp32 (fp64 for fp64).
@@ -48,67 +55,75 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        dropout: "TileDropout | None" = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), shaped as q, k and v: dk and dv are summed over heads that share them."""
         ...
 
+    def packs(self, q: Tensor) -> bool:
+        """Whether it has the two that follow, for tensors such as q."""
+        ...
 
-def choose(
-    backend: str = "auto",
-    version: int | None = None,
-    gpu: bool | None = None,
-    dropout: bool = False,
-) -> type:
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same for sequences of different lengths, none of them empty.
+
+        Args:
+            q: [tokens, n, d]. k, v: [tokens of the keys, g, d]; query head i has KV head i·g/n.
+
+        Returns:
+            out [tokens, n, d]; lse [n, tokens].
+        """
+        ...
+
+    def backward_packed(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        lengths: Lengths, causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(dq, dk, dv), shaped as q, k and v."""
+        ...
+
+
+def choose(backend: str = "auto", version: int | None = None, gpu: bool | None = None) -> type:
     """The kernel's class.
 
     Args:
         backend: "auto": PyTorch's flash attention; "flash": flash-attn 3 or 2 where one is
-            installed, else PyTorch's; "fused": cuDNN's fused attention, as PyTorch has it.
+            installed, else PyTorch's; "fused": Transformer Engine's where it is installed, else
+            cuDNN's as PyTorch has it, which is the same.
         version: of flash-attn, 2 or 3: that one.
         gpu: whether the tensors are on one; None: whether there is one.
-        dropout: whether it must have dropout: then "auto" takes `Tiled` where PyTorch's has none.
 
     Raises:
-        TSPError: the kernel is not there, or has no dropout, by the flag that asks for it.
+        TSPError: the kernel is not there, by the flag that asks for it.
     """
     gpu = torch.cuda.is_available() if gpu is None else gpu
-    flag = f"--attention-backend {backend}"
     if version is not None:
-        if backend not in ("auto", "flash"):
-            raise TSPError(
-                f"--flash-attention-version {version} contradicts {flag}; drop one of them"
-            )
         flag = f"--flash-attention-version {version}"
-        found = flash_attn.kernel(version, flag, gpu)
-    elif backend == "fused":
-        if not gpu or not torch.backends.cudnn.is_available() or torch.version.hip:
-            raise TSPError(
-                "--attention-backend fused needs cuDNN and its GPU; elsewhere use auto or flash"
-            )
-        found = Cudnn
-    elif backend == "flash":
-        found = (flash_attn.newest() if gpu else None) or TorchFlash
-    elif backend == "auto":
-        found = TorchFlash
-    else:
-        raise TSPError(f"{flag} builds scores of s x s; use auto, flash or fused")
-    if dropout and not found.has_dropout:
-        if flag != "--attention-backend auto":
-            raise TSPError(
-                f"{flag}: this kernel has no attention dropout; pass --attention-dropout 0, or "
-                "leave the kernel to TSP with --attention-backend auto"
-            )
-        return Tiled
-    return found
+        if backend not in ("auto", "flash"):
+            raise TSPError(f"{flag} contradicts --attention-backend {backend}; drop one of them")
+        return flash_attn.kernel(version, flag, gpu)
+    if backend == "fused":
+        return _fused(gpu)
+    if backend == "flash" and gpu:
+        return flash_attn.newest() or TorchFlash
+    if backend in ("auto", "flash"):
+        return TorchFlash
+    raise TSPError(
+        f"--attention-backend {backend} builds scores of s x s; use auto, flash or fused"
+    )
+
+
+def _fused(gpu: bool) -> type:
+    flag = "--attention-backend fused"
+    if not gpu or torch.version.hip or not torch.backends.cudnn.is_available():
+        raise TSPError(f"{flag} needs cuDNN and its GPU; elsewhere use auto or flash")
+    if not transformer_engine.installed():
+        return Cudnn
+    if why := transformer_engine.misfit():
+        raise TSPError(f"{flag}: {why}; use auto or flash")
+    return TransformerEngineFused
 
 
 def check_shapes(channels: int, half: bool) -> None:

@@ -1,74 +1,106 @@
 """The flash-attn packages, 2 and 3 (https://github.com/Dao-AILab/flash-attention), on a GPU.
 
-Both take [B, s, H, d], and fewer KV heads than query heads as they are.
+Both take [B, s, H, d], or sequences of different lengths side by side as [tokens, H, d], with any
+strides if the last dimension is contiguous, and fewer KV heads than query heads as they are. Their
+arguments differ; what they mean does not.
 """
-
-import importlib
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 import torch
 
 from megatron_tsp.errors import TSPError
+from megatron_tsp.layers.kernels.packages import first_module, parameters, version
 
-_MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface"}
 
-
-class FlashAttention2:
-    """flash-attn 2, from 2.7 on; bf16 and fp16."""
-
-    has_dropout = False
+class FlashAttention:
+    """What the versions share. A subclass has `modules`, `_forward` and `_backward`."""
 
     def __init__(self, scale: float):
         self.scale = scale
-        self.module = importlib.import_module(_MODULES[2])
+        self.module = first_module(self.modules)
+
+    def packs(self, q):
+        """As `Kernel.packs`."""
+        return True
 
     def forward(self, q, k, v, causal):
         """As `Kernel.forward`."""
-        rows = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse, *_ = self.module._flash_attn_forward(
-            *rows, 0.0, self.scale, causal, -1, -1, 0.0, None, False
-        )
+        out, lse = self._forward(*(t.transpose(1, 2) for t in (q, k, v)), causal)
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal):
         """As `Kernel.backward`."""
-        rows = [t.transpose(1, 2).contiguous() for t in (dout, q, k, v, out)]
-        grads = [torch.empty_like(t) for t in rows[1:4]]
-        self.module._flash_attn_backward(
-            *rows, lse.contiguous(), *grads, 0.0, self.scale, causal, -1, -1, 0.0, None,
-            torch.are_deterministic_algorithms_enabled(),
+        rows = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+        return tuple(t.transpose(1, 2) for t in self._gradients(*rows, lse, causal))
+
+    def forward_packed(self, q, k, v, lengths, causal):
+        """As `Kernel.forward_packed`."""
+        return self._forward(q, k, v, causal, lengths)
+
+    def backward_packed(self, dout, q, k, v, out, lse, lengths, causal):
+        """As `Kernel.backward_packed`."""
+        return self._gradients(dout, q, k, v, out, lse, causal, lengths)
+
+    def _gradients(self, dout, q, k, v, out, lse, causal, lengths=None):
+        grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        # The kernels read the lse by its address, without strides.
+        self._backward(dout, q, k, v, out, lse.contiguous(), grads, causal, lengths)
+        return grads
+
+
+class FlashAttention2(FlashAttention):
+    """flash-attn 2, from 2.7 on, for CUDA and ROCm; bf16 and fp16."""
+
+    modules = ("flash_attn.flash_attn_interface",)
+
+    def _arguments(self, causal, lengths):
+        return dict(
+            **(lengths._asdict() if lengths else {}), dropout_p=0.0, softmax_scale=self.scale,
+            causal=causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            alibi_slopes=None,
         )  # fmt: skip
-        return tuple(t.transpose(1, 2) for t in grads)
 
+    def _forward(self, q, k, v, causal, lengths=None):
+        name = "_flash_attn_varlen_forward" if lengths else "_flash_attn_forward"
+        arguments = self._arguments(causal, lengths)
+        out, lse, *_ = getattr(self.module, name)(q, k, v, **arguments, return_softmax=False)
+        return out, lse
 
-class FlashAttention3:
-    """flash-attn 3, for Hopper; bf16 and fp16."""
-
-    has_dropout = False
-
-    def __init__(self, scale: float):
-        self.scale = scale
-        self.module = importlib.import_module(_MODULES[3])
-
-    def forward(self, q, k, v, causal):
-        """As `Kernel.forward`."""
-        rows = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse, *_ = self.module._flash_attn_forward(
-            *rows, softmax_scale=self.scale, causal=causal
-        )
-        return out.transpose(1, 2), lse
-
-    def backward(self, dout, q, k, v, out, lse, causal):
-        """As `Kernel.backward`."""
-        rows = [t.transpose(1, 2).contiguous() for t in (dout, q, k, v, out)]
-        grads = [torch.empty_like(t) for t in rows[1:4]]
-        fixed_lengths = (None,) * 6
-        self.module._flash_attn_backward(
-            *rows, lse.contiguous(), *fixed_lengths, *grads, self.scale, causal,
+    def _backward(self, dout, q, k, v, out, lse, grads, causal, lengths):
+        name = "_flash_attn_varlen_backward" if lengths else "_flash_attn_backward"
+        getattr(self.module, name)(
+            dout, q, k, v, out, lse, *grads, **self._arguments(causal, lengths),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        return tuple(t.transpose(1, 2) for t in grads)
+
+
+class FlashAttention3(FlashAttention):
+    """flash-attn 3, from 3.0.0b1 on, for Hopper; bf16 and fp16."""
+
+    modules = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+
+    def __init__(self, scale: float):
+        super().__init__(scale)
+        # Where arguments have no defaults (3.0.0b1), those that training leaves out are None.
+        self.forward_unused, self.backward_unused = (
+            dict.fromkeys(name for name, required in parameters(function).items() if required)
+            for function in (self.module._flash_attn_forward, self.module._flash_attn_backward)
+        )
+        known = parameters(self.module._flash_attn_backward)
+        self.causal = "is_causal" if "is_causal" in known else "causal"
+
+    def _forward(self, q, k, v, causal, lengths=None):
+        given = dict(q=q, k=k, v=v, softmax_scale=self.scale, causal=causal)
+        given |= lengths._asdict() if lengths else {}
+        out, lse, *_ = self.module._flash_attn_forward(**{**self.forward_unused, **given})
+        return out, lse
+
+    def _backward(self, dout, q, k, v, out, lse, grads, causal, lengths):
+        given = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
+        given |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        given |= {self.causal: causal, "softmax_scale": self.scale}
+        given |= lengths._asdict() if lengths else {}
+        given["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        self.module._flash_attn_backward(**{**self.backward_unused, **given})
 
 
 _KERNELS = {2: FlashAttention2, 3: FlashAttention3}
@@ -96,18 +128,16 @@ def newest() -> type | None:
 
 def _missing(number: int) -> str:
     """Why that version cannot run here; empty if it can."""
-    if not find_spec(_MODULES[number].split(".")[0]):
-        return f"flash-attn {number} is not installed (no module {_MODULES[number].split('.')[0]})"
-    if number == 3 and torch.cuda.get_device_capability()[0] != 9:
+    if number == 3 and (torch.version.hip or torch.cuda.get_device_capability()[0] != 9):
         return "flash-attn 3 is for Hopper GPUs"
-    if number == 2 and _installed() < (2, 7):
-        return f"flash-attn {'.'.join(map(str, _installed()))} is too old: from 2.7 on"
+    names = _KERNELS[number].modules
+    module = first_module(names)
+    if module is None:
+        return f"flash-attn {number} is not installed (no module {' or '.join(names)})"
+    if number == 2:
+        found = version("flash_attn")
+        if found is None or not (2, 7) <= found.release[:2] < (3,):
+            return f"flash-attn {found or 'of unknown version'}: TSP takes 2.7 and later ones of 2"
+    elif "cu_seqlens_q" not in parameters(module._flash_attn_backward):
+        return "this flash-attn 3 is older than 3.0.0b1, which TSP takes, and later ones of 3"
     return ""
-
-
-def _installed() -> tuple[int, int]:
-    try:
-        major, minor, *_ = version("flash_attn").split(".")
-    except PackageNotFoundError:
-        return 0, 0
-    return int(major), int(minor)

@@ -9,8 +9,6 @@ _aten = torch.ops.aten
 class TorchFlash:
     """FlashAttention-2 as PyTorch has it, on any device; also fp32 and fp64 on the CPU."""
 
-    has_dropout = False
-
     def __init__(self, scale: float):
         self.scale = scale
 
@@ -30,10 +28,9 @@ class TorchFlash:
         """As `Kernel.backward`."""
         wide = for_all_heads(k, q), for_all_heads(v, q)
         if q.is_cuda:
-            no_dropout = torch.zeros((), dtype=torch.int64)
             dq, *dkv = _aten._scaled_dot_product_flash_attention_backward(
                 dout, q, *wide, out, lse.contiguous(), None, None, q.size(2), k.size(2), 0.0,
-                causal, no_dropout, no_dropout, scale=self.scale,
+                causal, *_no_dropout(q), scale=self.scale,
             )  # fmt: skip
         else:
             dq, *dkv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -41,14 +38,34 @@ class TorchFlash:
             )
         return dq, *(summed(d, k) for d in dkv)
 
+    def packs(self, q):
+        """As `Kernel.packs`. On ROCm PyTorch pads the lse to the longest sequence: not there."""
+        return q.is_cuda and not torch.version.hip
+
+    def forward_packed(self, q, k, v, lengths, causal):
+        """As `Kernel.forward_packed`."""
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, causal, False, scale=self.scale
+        )
+        return out, lse
+
+    def backward_packed(self, dout, q, k, v, out, lse, lengths, causal):
+        """As `Kernel.backward_packed`."""
+        return _aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *_no_dropout(q),
+            scale=self.scale,
+        )  # fmt: skip
+
 
 class Cudnn:
     """cuDNN's fused attention, the one that Transformer Engine calls `fused`; bf16 and fp16."""
 
-    has_dropout = False
-
     def __init__(self, scale: float):
         self.scale = scale
+
+    def packs(self, q):
+        """As `Kernel.packs`."""
+        return False
 
     def forward(self, q, k, v, causal):
         """As `Kernel.forward`."""
@@ -56,14 +73,13 @@ class Cudnn:
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             q, *wide, None, True, 0.0, causal, scale=self.scale
         )
-        return out, lse.squeeze(-1)
+        return out, lse.view(q.shape[:3])
 
     def backward(self, dout, q, k, v, out, lse, causal):
         """As `Kernel.backward`."""
         wide = (for_all_heads(t, q).contiguous() for t in (k, v))
-        no_dropout = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, *dkv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout.contiguous(), q, *wide, out, lse.contiguous().unsqueeze(-1), *no_dropout, None,
+            dout.contiguous(), q, *wide, out, lse.contiguous().unsqueeze(-1), *_no_dropout(q), None,
             None, None, q.size(2), k.size(2), 0.0, causal, scale=self.scale,
         )  # fmt: skip
         return dq, *(summed(d, k) for d in dkv)
@@ -77,3 +93,8 @@ def for_all_heads(kv: Tensor, q: Tensor) -> Tensor:
 def summed(dkv: Tensor, kv: Tensor) -> Tensor:
     """The inverse, for gradients."""
     return dkv if dkv.size(1) == kv.size(1) else dkv.sum(1, keepdim=True)
+
+
+def _no_dropout(q: Tensor) -> list[Tensor]:
+    """The random state that a backward wants, and does not read without dropout."""
+    return [torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2)]
