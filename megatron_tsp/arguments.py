@@ -13,6 +13,7 @@ from megatron_tsp.checks import (
     check_attention,
     check_checkpoint,
     check_context_parallel,
+    check_offload,
     check_sizes,
 )
 from megatron_tsp.errors import TSPError
@@ -195,6 +196,7 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     refuse_unknown(written, flags)
     check_attention(args)
     check_sizes(args)
+    check_offload(args)
 
 
 def check(args: Namespace) -> None:

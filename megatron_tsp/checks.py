@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+from megatron.core.extensions import transformer_engine
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
@@ -167,12 +168,14 @@ def check_attention(args: Namespace) -> None:
 def _check_flat_samples(args: Namespace) -> None:
     """Documents in Megatron's own attention, which takes the samples of a batch as one."""
     stages, samples = args.pipeline_model_parallel_size or 1, args.micro_batch_size or 1
-    if stages > 1 and samples > 1:
-        raise TSPError(
-            f"documents in samples with --micro-batch-size {samples} and "
-            f"--pipeline-model-parallel-size {stages}: where attention is Megatron's it takes one "
-            "sample; use --micro-batch-size 1"
-        )
+    evaluated = args.eval_micro_batch_size or samples
+    for flag, at_once in (("--micro-batch-size", samples), ("--eval-micro-batch-size", evaluated)):
+        if stages > 1 and at_once > 1:
+            raise TSPError(
+                f"documents in samples with {flag} {at_once} and "
+                f"--pipeline-model-parallel-size {stages}: where attention is Megatron's it takes "
+                f"one sample; use {flag} 1"
+            )
     if args.context_parallel_size > 1:
         raise TSPError(
             f"documents in samples with --context-parallel-size {args.context_parallel_size}: "
@@ -222,6 +225,34 @@ def _check_exchanged_heads(args: Namespace, exchange: str) -> None:
             f"{exchange} gives each rank some of the heads: --num-attention-heads {heads} is not "
             f"divisible by {tensor} x {context} ranks: the nearest are "
             f"{_nearest(heads, lambda n: n % ranks == 0)}. Or use allgather"
+        )
+
+
+def check_offload(args: Namespace) -> None:
+    """Activations that --offload-modules names and nothing keeps."""
+    if not args.fine_grained_activation_offloading:
+        return
+    if transformer_engine.cpu_offload is None:
+        raise TSPError(
+            "--fine-grained-activation-offloading needs Transformer Engine, in Megatron's code; "
+            "use --recompute-granularity"
+        )
+    if args.recompute_granularity == "full":
+        raise TSPError(
+            "--fine-grained-activation-offloading with --recompute-granularity full: only the "
+            "inputs of layers are kept, and Megatron does not move those; drop one of the two"
+        )
+    modules, again = set(args.offload_modules), set(args.recompute_modules or ())
+    if "mlp_norm" in modules and "mlp" in again and args.tsp_blocks != "attention":
+        raise TSPError(
+            "--offload-modules mlp_norm with --recompute-modules mlp: a streamed MLP keeps its "
+            "input and nothing else; drop mlp from --recompute-modules"
+        )
+    experts = sorted(modules & {"expert_fc1", "moe_act"})
+    if experts and not (args.num_experts and args.moe_grouped_gemm):
+        raise TSPError(
+            f"--offload-modules {' '.join(experts)}: only grouped experts move these; add "
+            "--num-experts and --moe-grouped-gemm, or drop them"
         )
 
 

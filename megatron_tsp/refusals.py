@@ -33,7 +33,10 @@ _GRAPH = "the streams are not captured in CUDA graphs yet"
 _CE = "TSP computes the loss itself, streaming the vocabulary in fp32; drop the flag"
 _OVERLAP = "TSP has no tensor-parallel activation traffic to overlap; drop the flag"
 _CORE = "TSP has its own attention core; drop the flag"
-_OFFLOAD = "TSP's blocks do not offload activations yet; use --recompute-granularity"
+_OFFLOAD = (
+    "Transformer Engine moves what its own modules mark, and TSP's blocks are not among them; use "
+    "--fine-grained-activation-offloading"
+)
 _DEBUG = "it reads layers from their modules' inputs and outputs, and TSP's blocks fuse them"
 _MUP = "TSP's embedding and loss do not scale for muP"
 
@@ -74,7 +77,8 @@ REFUSED = (
             "rank as a contiguous shard, and TSP's are in zigzag order; drop the flag"),
     Refusal("expert_gtp_weight_remat_size", "--expert-tensor-parallel-num-weight-shards",
             "experts stay whole on their rank; drop the flag", (1,)),
-    Refusal("moe_paged_stash", "--moe-paged-stash", _OFFLOAD),
+    Refusal("moe_paged_stash", "--moe-paged-stash", "it needs the dispatcher flex, which is "
+            "not carried; drop the flag"),
     Refusal("mtp_detach_heads", "--mtp-detach-heads", "TSP's loss sums the gradients of all "
             "predictions into the output weights; drop the flag"),
     Refusal("mtp_standalone", "--mtp-standalone", "multi-token prediction and the loss share a "
@@ -115,7 +119,6 @@ REFUSED = (
     Refusal("optimizer_cuda_graph", "--optimizer-cuda-graph", _GRAPH),
     Refusal("distribute_saved_activations", "--distribute-saved-activations",
             "each rank keeps its own tokens only: nothing is left to distribute; drop the flag"),
-    Refusal("fine_grained_activation_offloading", "--fine-grained-activation-offloading", _OFFLOAD),
     Refusal("cpu_offloading_num_layers", "--cpu-offloading-num-layers", _OFFLOAD),
     Refusal("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser",
             "the MLP is TSP's; drop the flag"),

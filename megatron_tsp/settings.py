@@ -69,6 +69,11 @@ CARRIED = {
         recompute_granularity recompute_method recompute_num_layers recompute_activations
         moe_layer_recompute
     """,
+    "offloading": """
+        fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
+        delta_offload_bytes_across_pp_ranks activation_offload_fraction
+        fine_grained_offloading_max_inflight_offloads
+    """,
     "experts": """
         num_experts num_moe_experts expert_model_parallel_size expert_tensor_parallel_size
         moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
@@ -180,10 +185,6 @@ PART_OF = {
     "cpu_offloading_num_layers": """
         cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_activations
         cpu_offloading_weights cpu_offloading_double_buffering
-    """,
-    "fine_grained_activation_offloading": """
-        offload_modules min_offloaded_tensor_size delta_offload_bytes_across_pp_ranks
-        activation_offload_fraction fine_grained_offloading_max_inflight_offloads
     """,
     "cross_entropy_loss_fusion": """
         cross_entropy_fusion_impl

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -113,6 +114,9 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
          "documents in samples with --context-parallel-size 2"),
         (("--tsp-size=2", "--tsp-blocks=mlp", "--reset-attention-mask", "--micro-batch-size=2",
           "--pipeline-model-parallel-size=2"), {}, "samples with --micro-batch-size 2"),
+        (("--tsp-size=2", "--tsp-blocks=mlp", "--reset-attention-mask", "--micro-batch-size=1",
+          "--eval-micro-batch-size=2", "--pipeline-model-parallel-size=2"), {},
+         "with --eval-micro-batch-size 2 and --pipeline-model-parallel-size 2"),
         (("--tsp-size=2", "--tsp-blocks=mlp", "--reset-attention-mask", "--micro-batch-size=2",
           "--num-experts=4", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"), {},
          "samples with --micro-batch-size 2 and seq_aux_loss"),
@@ -125,6 +129,28 @@ def test_what_does_not_fit_is_refused(argv, changes, message):
     with pytest.raises(TSPError) as error:
         _parse(*argv, **changes)
     assert message in str(error.value)
+
+
+OFFLOAD = ("--tsp-size=2", "--fine-grained-activation-offloading", "--offload-modules")
+
+
+@pytest.mark.parametrize(
+    ("argv", "installed", "message"),
+    [
+        (("core_attn",), None, "--fine-grained-activation-offloading needs Transformer Engine"),
+        (("core_attn", "--recompute-granularity=full"), "yes", "only the inputs of layers"),
+        (("mlp_norm", "--recompute-modules", "mlp"), "yes", "a streamed MLP keeps its input"),
+        (("moe_act", "expert_fc1", "--num-experts=4"), "yes", "--offload-modules expert_fc1 moe_a"),
+        (("core_attn", "mlp_norm"), "yes", None),
+        (("mlp_norm", "--recompute-modules", "mlp", "--tsp-blocks=attention"), "yes", None),
+    ],
+)
+def test_what_is_not_kept_cannot_be_offloaded(monkeypatch, argv, installed, message):
+    from megatron.core.extensions import transformer_engine
+
+    monkeypatch.setattr(transformer_engine, "cpu_offload", installed)
+    with pytest.raises(TSPError, match=message) if message else nullcontext():
+        _parse(*OFFLOAD, *argv)
 
 
 #: Where the flag's type or choices do not say which value is not carried.

@@ -13,6 +13,9 @@ from functools import partial
 
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Offloading,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,6 +53,9 @@ class TSPSelfAttention(SelfAttention):
         super().__init__(config, submodules, *args, pg_collection=local, **kwargs)
         # What is saved is sharded, or replicated, over the TSP group.
         self.tp_group = shards
+        if config.fine_grained_activation_offloading:
+            # The norm is part of the QKV linear: both names mean its input.
+            self.offload_qkv_linear |= "attn_norm" in config.offload_modules
 
     def forward(
         self,
@@ -72,9 +78,10 @@ class TSPSelfAttention(SelfAttention):
             if value is not None:
                 raise TSPError(f"TSP attention does not carry {name}")
         gated = self.config.attention_output_gate
-        query, key, value, *gate = self.get_query_key_value_tensors(
-            hidden_states, output_gate=gated
-        )
+        offload = Offloading(self.offload_qkv_linear, hidden_states, "qkv_linear")
+        with offload as hidden_states:
+            parts = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
+        query, key, value, *gate = offload.group_offload(parts)
         no_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         if rotary_pos_emb is not None and not no_rope:
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
@@ -86,13 +93,19 @@ class TSPSelfAttention(SelfAttention):
         attend = self.core_attention
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
-        attended = attend(
-            query, key, value, attention_mask, attn_mask_type=self.attn_mask_type,
-            packed_seq_params=packed_seq_params,
-        )  # fmt: skip
+        offload = Offloading(self.offload_core_attention and self.training, query, "core_attn")
+        with offload as query:
+            attended = attend(
+                query, key, value, attention_mask, attn_mask_type=self.attn_mask_type,
+                packed_seq_params=packed_seq_params,
+            )  # fmt: skip
+        attended = offload.group_offload(attended)
         if gated:
             attended = self._apply_output_gate(attended, *gate)
-        return self.linear_proj(attended)
+        offload = Offloading(self.offload_attn_proj, attended, "attn_proj")
+        with offload as attended:
+            output = self.linear_proj(attended)
+        return offload.group_offload(output)
 
 
 def _over(group: dist.ProcessGroup, linear):

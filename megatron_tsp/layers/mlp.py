@@ -6,6 +6,9 @@ shard, in the backward walk, unless they are asked to be kept.
 """
 
 import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Offloading,
+)
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
@@ -77,6 +80,13 @@ class TSPMLP(MLP):
         super().__init__(*args, **kwargs)
         self.activation = Activation(self.config)
         self.keep_activations = keep_activations
+        config, norm = self.config, self.linear_fc1.norm()[-1]
+        #: Whether Megatron moves the norm's input to the host; a norm outside moves its own.
+        self.offload_input = (
+            norm is not None
+            and config.fine_grained_activation_offloading
+            and "mlp_norm" in config.offload_modules
+        )
         #: Both linears travel together, as the first one's block.
         self.block: Block = self.linear_fc1.block
         self.block.fetch = self._fetch
@@ -92,8 +102,10 @@ class TSPMLP(MLP):
             raise TSPError("per_token_scale belongs to MoE experts; TSP streams dense MLPs only")
         w1, w2, *b1 = self._fetch()
         norm = self.linear_fc1.norm()
-        y = _StreamedMLP.apply(
-            hidden_states, w1, w2, b1[0] if b1 else None, *norm, self.activation, self.block,
-            self.keep_activations, torch.is_grad_enabled(),
-        )  # fmt: skip
-        return y, self.linear_fc2.bias
+        offload = Offloading(self.offload_input, hidden_states, "mlp_norm")
+        with offload as hidden_states:
+            y = _StreamedMLP.apply(
+                hidden_states, w1, w2, b1[0] if b1 else None, *norm, self.activation, self.block,
+                self.keep_activations, torch.is_grad_enabled(),
+            )  # fmt: skip
+        return offload.group_offload(y), self.linear_fc2.bias
