@@ -502,8 +502,9 @@ def _break(what):
             span._replace(at=span.at - 1) for span in before(self, chunk)
         ]
     elif what == "delta":  # of another row
-        delta = head_exchange._delta
-        head_exchange._delta = lambda dout, out: delta(dout, out).roll(1, 0)
+        delta = head_exchange.delta
+        for exchange in (kv_gather, head_exchange):
+            exchange.delta = lambda dout, out: delta(dout, out).roll(1, 0)
     elif what == "ring backward":  # every step with the keys that came first
         walk = Ring.backward
 
@@ -569,6 +570,7 @@ def _broken(what, degree, name):
         ("documents of the first sample", "documents"),
         ("sinks of the first rank", "sinks"),
         ("delta", "gqa-alltoall"),
+        ("delta", "gqa"),
         ("doubled loss gradient", "loss"),
         ("dropped dW", "swiglu"),
     ],

@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from layers_common import config, random, start
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from ranks import run
 
+from megatron_tsp.layers import core_attention, head_exchange, kv_gather
 from megatron_tsp.models.backends import TSPSpecProvider, layer_spec
 from megatron_tsp.options import TSPOptions
+from megatron_tsp.trace.memory import LiveBytes
 
 SEQ, BATCH, HEADS, WIDTH, FFN = 64, 2, 4, 8, 128
 HIDDEN = HEADS * WIDTH
@@ -80,3 +84,50 @@ def test_a_layer_with_biases_and_layernorm_keeps_no_more():
     means = 2 * tokens / (tokens * HIDDEN)  # LayerNorm keeps a mean as well
     for kept in run(_saved, 2, 2, TSPOptions(), changes):
         assert kept == pytest.approx(6.0 + means)
+
+
+def _attention_backward(exchanges):
+    """For each exchange: the most that an attention's backward holds, in [s/D, b, h] tensors: from
+    its inputs' gradients to what is kept; the same with the graph kept; and whether two backwards
+    agree then."""
+    start(2)
+    heads, width = 32, 16
+    for module in (kv_gather, head_exchange):  # exchanges of a head, as at long contexts
+        module._WORTH_SPLITTING = 0
+    kv_gather._TOO_MANY = kv_gather._TOO_MANY_BACKWARD = 0
+    groups = type("Groups", (), {"cp": dist.group.WORLD, "tp": None})
+    settings = config(1, num_attention_heads=heads, num_query_groups=heads, kv_channels=width)
+    results = []
+    for exchange in exchanges:
+        core = core_attention.TSPCoreAttention(
+            settings, 1, AttnMaskType.causal, "self", pg_collection=groups, exchange=exchange
+        )
+        *qkv, weight = (random(SEQ, BATCH, heads, width, seed=seed) for seed in range(4))
+        for t in qkv:
+            t.requires_grad_()
+
+        def backward(retain, core=core, qkv=qkv, weight=weight):
+            with LiveBytes() as live:
+                there = live.current
+                total = (core(*qkv, None).view_as(weight) * weight).sum()
+                live.reset_peak()
+                grads = torch.autograd.grad(total, qkv, retain_graph=retain)
+                peak = (live.peak - there) / weight.nbytes
+            return peak, grads, total
+
+        peak, grads, _ = backward(False)
+        retained, first, total = backward(True)
+        same = [
+            all(torch.equal(*pair) for pair in zip(grads, others, strict=True))
+            for others in (first, torch.autograd.grad(total, qkv))
+        ]
+        results.append((peak, retained, all(same)))
+    return results
+
+
+def test_attentions_backward_lets_go_of_what_it_has_used():
+    """Of q, k, v, out, dout, dq, dk, dv no more than five are there at a time."""
+    for peak, retained, same in sum(run(_attention_backward, 2, ("allgather", "alltoall")), []):
+        assert peak < 5.4
+        assert retained > 7.5  # the same count sees what lives on when the graph does
+        assert same

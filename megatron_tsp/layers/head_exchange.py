@@ -5,12 +5,13 @@ whole sequence, so that plain attention does the work (DeepSpeed-Ulysses' idea, 
 here on the axis that shards the weights as well). It moves (2h + 2kv)·N/D elements each way; the
 gather moves 2·N·kv. Heads go in chunks: while one computes, the next one is on its way.
 
-Kept for the backward are q, k and v by heads, and the output by tokens, which the projection behind
-it keeps anyway. By heads the output would serve for one number a row: the kernels take from it
-delta = Σ dout·out (arXiv 2205.14135, algorithm 4). So delta is computed where the tokens are, it
-travels, and the kernel gets a stand-in for the output, with the same delta.
+Kept for the backward are q, k and v by heads, a chunk each, which go when the chunk's gradients are
+there, and the output by tokens, which the projection behind it keeps anyway. By heads it would
+serve for one number a row, delta (`layers/delta.py`): that is computed where the tokens are, and
+travels.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,14 +21,13 @@ from torch import Tensor
 
 from megatron_tsp import zigzag
 from megatron_tsp.layers import flash
+from megatron_tsp.layers.delta import delta, stand_in
 from megatron_tsp.layers.head_shares import Chunk, chunks, shares
 from megatron_tsp.layers.mask import Span
 from megatron_tsp.traffic import block as label
 
 #: Below this many bytes of queries a smaller exchange saves little memory and costs its latency.
 _WORTH_SPLITTING = 4 * 2**20
-#: Numbers that are in full precision at a time, on the way from low ones to low ones.
-_WIDE_AT_ONCE = 2**21
 
 
 class _Arrival(NamedTuple):
@@ -36,11 +36,15 @@ class _Arrival(NamedTuple):
     work: dist.Work | None
     finish: Callable
 
-    def wait(self):
-        """The result."""
+    def wait(self, *args):
+        """The result; `args` as `finish` takes them."""
+        return self.arrived().finish(*args)
+
+    def arrived(self) -> "_Arrival":
+        """The same, there: nothing of what was sent is held any more."""
         if self.work is not None:
             self.work.wait()
-        return self.finish()
+        return _Arrival(None, self.finish)
 
 
 class _Exchange:
@@ -60,22 +64,22 @@ class _Exchange:
         work = self._start(arriving.view(-1), leaving, [own.numel()] * self.size)
         return _Arrival(work, lambda: zigzag.to_natural(arriving, 0, self.size))
 
-    def to_tokens(
-        self, heads: Tensor, parts: Sequence[slice], into: Tensor, add: bool = False
-    ) -> _Arrival:
-        """Start the inverse: each rank's part is put into, or added to, its heads of `into`."""
-        put = Tensor.add_ if add else Tensor.copy_
-        places = [into[:, :, part] for part in parts]
+    def to_tokens(self, heads: Tensor, parts: Sequence[slice]) -> _Arrival:
+        """Start the inverse. Its result is made by finish(into, add=False): each rank's part is put
+        into, or added to, its heads of `into`."""
         if self.size == 1:
-            return _Arrival(None, lambda: put(places[0], heads))
-        leaving = [zigzag.take(heads, 0, self.size, r).reshape(-1) for r in range(self.size)]
-        sizes = [place.numel() for place in places]
-        arriving = heads.new_empty(sum(sizes))
-        work = self._start(arriving, leaving, sizes)
+            sizes, work, arriving = [heads.numel()], None, heads.reshape(-1)
+        else:
+            leaving = [zigzag.take(heads, 0, self.size, r).reshape(-1) for r in range(self.size)]
+            own = heads[:, :, 0].numel() // self.size
+            sizes = [own * (part.stop - part.start) for part in parts]
+            arriving = heads.new_empty(sum(sizes))
+            work = self._start(arriving, leaving, sizes)
 
-        def finish() -> None:
-            for place, part in zip(places, arriving.split(sizes), strict=True):
-                put(place, part.view(place.shape))
+        def finish(into: Tensor, add: bool = False) -> None:
+            for part, values in zip(parts, arriving.split(sizes), strict=True):
+                place = into[:, :, part]
+                (place.add_ if add else place.copy_)(values.view(place.shape))
 
         return _Arrival(work, finish)
 
@@ -93,9 +97,9 @@ def _ahead(steps: Sequence[Chunk], begin: Callable) -> Iterator[tuple[Chunk, lis
         yield chunk, _wait(arriving)
 
 
-def _wait(arrivals: list[_Arrival]) -> list:
+def _wait(arrivals: list[_Arrival], *args) -> list:
     """The results; `arrivals` is empty then: an operation keeps what it sent while it is held."""
-    return [arrivals.pop(0).wait() for _ in range(len(arrivals))]
+    return [arrivals.pop(0).wait(*args) for _ in range(len(arrivals))]
 
 
 class ExchangedHeads(torch.autograd.Function):
@@ -124,9 +128,9 @@ class ExchangedHeads(torch.autograd.Function):
                         part, lse = flash.with_sinks(part, lse, _of_heads(sinks[at], lse))
                     into.copy_(part)
                     kept.append(lse)
-                _wait(leaving)
-                leaving = [exchange.to_tokens(out, chunk.query, local)]
-            _wait(leaving)
+                _wait(leaving, local)
+                leaving = [exchange.to_tokens(out, chunk.query)]
+            _wait(leaving, local)
         ctx.group, ctx.kernel, ctx.tiles, ctx.steps = group, kernel, tiles, steps
         ctx.kv_heads = k.size(2)
         ctx.save_for_backward(local, sinks, *kept)
@@ -135,29 +139,28 @@ class ExchangedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlocal):
         local, sinks, *kept = ctx.saved_tensors
-        kept, exchange = iter(kept), _Exchange(ctx.group)
+        # From here on what is kept lives as long as these names (unless the graph is retained).
+        ctx.maybe_clear_saved_tensors()
+        kept, exchange = deque(kept), _Exchange(ctx.group)
         owners = shares(local.size(2), ctx.kv_heads, exchange.size)
-        dq_local, leaving = torch.empty_like(local), []
-        # Parts of one KV head's gradient from several ranks are summed in full precision.
-        wide = torch.promote_types(local.dtype, torch.float32)
-        shared = sum(owner.kv.stop - owner.kv.start for owner in owners) > ctx.kv_heads
-        shape, dtype = (*local.shape[:2], ctx.kv_heads, local.size(3)), wide if shared else None
-        dkv_local = [local.new_zeros(shape, dtype=dtype) for _ in "kv"]
         dsinks = None if sinks is None else torch.zeros_like(sinks)
+        leaving, grads = [], ([], [], [])  # of q, k and v: what arrives, chunk by chunk
         with label("attention"):
-            delta = exchange.to_heads(_delta(dlocal, local), [o.query for o in owners]).wait()
-            deltas = iter(delta.split([c.query[0].stop - c.query[0].start for c in ctx.steps], 2))
+            deltas = delta(dlocal, local)
+            del local
+            deltas = exchange.to_heads(deltas, [o.query for o in owners]).wait()
+            deltas = iter(deltas.split([c.query[0].stop - c.query[0].start for c in ctx.steps], 2))
             for chunk, (dout,) in _ahead(
                 ctx.steps, lambda chunk: [exchange.to_heads(dlocal, chunk.query)]
             ):
-                queries = next(kept)
+                queries = kept.popleft()
                 if chunk.begins:
-                    kv = next(kept), next(kept)
+                    kv = kept.popleft(), kept.popleft()
                     dkv = [torch.zeros_like(t) for t in kv]
-                out, dq = _stand_in(dout, next(deltas)), torch.zeros_like(queries)
+                out, dq = stand_in(dout, next(deltas)), torch.zeros_like(queries)
                 by_query, by_key = (dout, queries, out, dq), (*kv, *dkv)
                 for at, (*rows, drows), keys in _calls(chunk, exchange.rank, by_query, by_key):
-                    lse = next(kept)
+                    lse = kept.popleft()
                     # rows: dout, q, out; keys: k, v, dk, dv
                     flash.attend_backward(
                         *rows[:2], *keys[:2], rows[2], lse, ctx.tiles, ctx.kernel, drows, *keys[2:]
@@ -166,16 +169,38 @@ class ExchangedHeads(torch.autograd.Function):
                         dsink = flash.sinks_backward(
                             rows[0], rows[2], lse, _of_heads(sinks[at], lse)
                         )
-                        dsinks[at] = dsink.view(local.size(1), -1).sum(0)
-                _wait(leaving)
-                leaving = [exchange.to_tokens(dq, chunk.query, dq_local)]
+                        dsinks[at] = dsink.view(dlocal.size(1), -1).sum(0)
+                _arrive(leaving, grads)
+                leaving.append(exchange.to_tokens(dq, chunk.query))
+                del dout, queries, out, dq, by_query, by_key, rows, drows, keys
                 if chunk.ends:
-                    leaving += [
-                        exchange.to_tokens(part, chunk.kv, into, add=shared)
-                        for part, into in zip(dkv, dkv_local, strict=True)
-                    ]
-            _wait(leaving)
-        return dq_local, *(d.to(local.dtype) for d in dkv_local), dsinks, None, None, None
+                    leaving += [exchange.to_tokens(part, chunk.kv) for part in dkv]
+                    del kv, dkv
+            _arrive(leaving, grads)
+        # Parts of one KV head's gradient from several ranks are summed in full precision.
+        shared = sum(owner.kv.stop - owner.kv.start for owner in owners) > ctx.kv_heads
+        dq, *dkv = (
+            _whole(arrivals, dlocal, heads, shared and heads < dlocal.size(2))
+            for arrivals, heads in zip(
+                grads, (dlocal.size(2), ctx.kv_heads, ctx.kv_heads), strict=True
+            )
+        )
+        return dq, *dkv, dsinks, None, None, None
+
+
+def _arrive(leaving: list[_Arrival], grads: Sequence[list[_Arrival]]) -> None:
+    """Wait for a chunk's gradients, of q and perhaps of k and v, and put each with its like."""
+    for into in grads[: len(leaving)]:
+        into.append(leaving.pop(0).arrived())
+
+
+def _whole(arrivals: list[_Arrival], like: Tensor, heads: int, add: bool) -> Tensor:
+    """[s/D, b, heads, d] of what has arrived, which is let go."""
+    wide = torch.promote_types(like.dtype, torch.float32) if add else like.dtype
+    result = like.new_zeros((*like.shape[:2], heads, like.size(3)), dtype=wide)
+    while arrivals:
+        arrivals.pop(0).finish(result, add)
+    return result.to(like.dtype)
 
 
 def _steps(q: Tensor, k: Tensor, exchange: _Exchange) -> list[Chunk]:
@@ -206,27 +231,3 @@ def _calls(
 def _of_heads(sinks: Tensor, lse: Tensor) -> Tensor:
     """The sinks [n] of some heads beside their lse [b·g, n/g, s]: [b·g, n/g]."""
     return sinks.view(-1, lse.size(1)).repeat(lse.size(0) * lse.size(1) // len(sinks), 1)
-
-
-def _delta(dout: Tensor, out: Tensor) -> Tensor:
-    """Σ dout·out along the last dimension: [s, b, n, d] → [s, b, n, 1], fp32 (fp64 for fp64)."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    few_heads = zip(dout.chunk(8, 2), out.chunk(8, 2), strict=True)  # a wide copy of few at a time
-    return torch.cat([(a.to(wide) * b).sum(-1, keepdim=True) for a, b in few_heads], 2)
-
-
-def _stand_in(dout: Tensor, delta: Tensor) -> Tensor:
-    """A tensor like `dout` [s, b, n, d] with Σ dout·it = delta [s, b, n, 1] along the last.
-
-    It is as long as `dout` asks for and no longer: |it| = |delta|/|dout| <= |out|.
-    """
-    result = torch.empty_like(dout)
-    step = max(1, _WIDE_AT_ONCE // dout[0].numel())
-    for some in zip(dout.split(step), delta.split(step), result.split(step), strict=True):
-        dout_, delta_, into = some
-        largest = dout_.abs().amax(-1, keepdim=True).to(delta.dtype)
-        largest.clamp_(min=torch.finfo(delta.dtype).tiny)
-        unit = dout_ / largest  # no square of it underflows unnoticed: one element is 1
-        square = unit.square().sum(-1, keepdim=True).clamp_(min=1)  # 0 where dout is
-        into.copy_(unit.mul_(delta_ / largest / square))
-    return result

@@ -15,6 +15,8 @@ behind its own, for chunk r those between the start of the low ones and its own.
 mind the order of its keys; only on the two diagonal blocks does order count, and these are local.
 """
 
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from megatron_tsp import zigzag
 from megatron_tsp.layers import flash
+from megatron_tsp.layers.delta import delta, stand_in
 from megatron_tsp.layers.mask import Mask, Span, Tile
 from megatron_tsp.streaming import wait_all
 from megatron_tsp.traffic import block
@@ -86,34 +89,47 @@ class _Exchange:
             for to, half in halves
         ]
 
-    def each(self, k: Tensor, v: Tensor, groups: list[slice]):
-        """(heads, local K and V, gathered, works) of each head group, the next one on its way."""
-        packed = _pack(k, v, groups[0])
-        arriving = self.gather(packed)
-        for at, heads in enumerate(groups):
-            local, (whole, works) = packed, arriving
-            if at + 1 < len(groups):
-                packed = _pack(k, v, groups[at + 1])
-                arriving = self.gather(packed)
-            yield heads, local, whole, works
+    def each(self, packed: Iterable[Tensor]):
+        """(local K and V, gathered, works) of each head group, the next one on its way."""
+        packed = iter(packed)
+        local = next(packed)
+        arriving = self.gather(local)
+        while local is not None:
+            now = local, *arriving
+            local = next(packed, None)
+            arriving = None if local is None else self.gather(local)
+            yield now
 
-    def kept(self, wholes: list[Tensor], groups: list[slice]):
+    def kept(self, wholes: Iterable[Tensor]):
         """The same, from what was gathered before."""
-        for heads, whole in zip(groups, wholes, strict=True):
+        for whole in wholes:
             own = [whole[self.layout.gathered(chunk)] for chunk in self.layout.own()]
-            yield heads, torch.cat(own), whole, []
+            yield torch.cat(own), whole, []
 
-    def scatter(self, dkv: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Start to sum [s, ...] over ranks, to the tokens' owners; returns [s/D, ...], works."""
+    def scatter(self, dkv: Tensor) -> "_Leaving":
+        """Start to sum [s, ...] over ranks, to the tokens' owners, who get [s/D, ...]."""
         d, c = self.layout.size, self.layout.chunk
         if d == 1:
-            return dkv, []
+            return _Leaving(dkv, [], dkv)
         own = dkv.new_empty(2 * c, *dkv.shape[1:])
         halves = ((own[c:], dkv[: d * c]), (own[:c], dkv[d * c :]))
-        return own, [
+        return _Leaving(own, [
             dist.reduce_scatter_tensor(to, half, group=self.group, async_op=True)
             for to, half in halves
-        ]
+        ], dkv)  # fmt: skip
+
+
+class _Leaving(NamedTuple):
+    """A sum over ranks on its way: the result, what to wait for, and what is read until then."""
+
+    own: Tensor
+    works: list[dist.Work]
+    sent: Tensor
+
+    def wait(self) -> Tensor:
+        """The sum, for the own tokens."""
+        wait_all(self.works)
+        return self.own
 
 
 def _by_query_group(heads: Tensor, kv_heads: int) -> Tensor:
@@ -131,6 +147,9 @@ def _as_tokens(heads: Tensor, batch: int) -> Tensor:
 class GatheredKV(torch.autograd.Function):
     """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d].
 
+    q, k and v are kept in pieces, a head group each. The backward lets go of a piece when it has
+    that piece of the gradients, so the two are never there whole at once.
+
     Args:
         sinks: [n], one more logit of each head, with value 0; or None.
         group: the ranks over which the sequence is spread; None is one rank.
@@ -144,59 +163,63 @@ class GatheredKV(torch.autograd.Function):
         layout = _Layout(size, rank, q.size(0) // (1 if size == 1 else 2))
         tiles = layout.tiles(mask)
         ctx.layout, ctx.tiles, ctx.kernel, ctx.group = layout, tiles, kernel, group
-        v = v.contiguous()  # a view would keep the packed QKV alive until the backward
-        ctx.kv_shape, ctx.groups = k.shape, _head_groups(k, size)
-        exchange, groups = _Exchange(group, layout), ctx.groups
-        rep = q.size(2) // k.size(2)
+        exchange, groups = _Exchange(group, layout), _head_groups(k, size)
+        at_once, rep = _heads_backward(k, size), q.size(2) // k.size(2)
+        batch, kv_heads = k.shape[1:3]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lses, kept = [], []
+        queries, kvs, lses = [], [], []
         with block("attention"):
-            for heads, local, whole, works in exchange.each(k, v, groups):
-                of_heads = _query_heads(heads, rep)
-                target = out[:, :, of_heads].unflatten(2, (-1, rep))
-                lses.append(
-                    _attend(
-                        q[:, :, of_heads], local, whole, works, _of_heads(sinks, of_heads, k),
-                        target, tiles, kernel,
-                    )
+            arrivals = exchange.each(torch.stack((k[:, :, h], v[:, :, h]), dim=3) for h in groups)
+            for heads, (local, whole, works) in zip(groups, arrivals, strict=True):
+                of_heads = slice(heads.start * rep, heads.stop * rep)
+                lse = _attend(
+                    q[:, :, of_heads], local, whole, works,
+                    _of_heads(sinks, of_heads, kv_heads, batch),
+                    out[:, :, of_heads].unflatten(2, (-1, rep)), tiles, kernel,
                 )  # fmt: skip
-                if keep:
-                    kept.append(whole)
-        kept = kept or (k, v)
-        ctx.save_for_backward(q, sinks, out, torch.cat(lses), *kept)
-        ctx.keeps = keep
+                queries += _pieces(q[:, :, of_heads], at_once * rep, 2)
+                kvs += _pieces(whole if keep else local, at_once, 2)
+                lses += _pieces(lse.unflatten(0, (batch, -1)), at_once, 1)
+                del local, whole, works  # before the next but one is gathered
+        ctx.save_for_backward(sinks, out, *queries, *kvs, *lses)
+        ctx.keeps, ctx.kv_heads = keep, kv_heads
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, sinks, out, lse, *kv = ctx.saved_tensors
-        layout, groups = ctx.layout, ctx.groups
-        exchange = _Exchange(ctx.group, layout)
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dk, dv = q.new_empty(ctx.kv_shape), q.new_empty(ctx.kv_shape)
-        rep, batch = q.size(2) // dk.size(2), dk.size(1)
-        dsinks = None if sinks is None else torch.empty_like(sinks)
-        lses = iter(lse.split([(h.stop - h.start) * batch for h in groups]))
-        gathered = exchange.kept(kv, groups) if ctx.keeps else exchange.each(*kv, groups)
-        leaving = None
+        sinks, out, *kept = ctx.saved_tensors
+        # From here on what is kept lives as long as these names (unless the graph is retained).
+        ctx.maybe_clear_saved_tensors()
+        third = len(kept) // 3
+        queries, kvs, lses = (deque(kept[at * third : (at + 1) * third]) for at in range(3))
         with block("attention"):
-            for heads, local, whole, works in gathered:
-                of_heads, of_lse = _query_heads(heads, rep), next(lses)
-                target = dq[:, :, of_heads].unflatten(2, (-1, rep))
-                slices = [_by_query_group(t[:, :, of_heads], whole.size(2)) for t in (dout, q, out)]
+            deltas = delta(dout, out)
+            del out, kept
+            exchange, batch = _Exchange(ctx.group, ctx.layout), dout.size(1)
+            dsinks = None if sinks is None else torch.empty_like(sinks)
+            grads, leaving, first = ([], [], []), None, 0  # pieces of dq, dk, dv
+            for local, whole, works in (exchange.kept if ctx.keeps else exchange.each)(_drain(kvs)):
+                q, lse = queries.popleft(), lses.popleft().flatten(0, 1)
+                of_heads = slice(first, first + q.size(2))
+                first = of_heads.stop
+                rows = dout[:, :, of_heads]
+                rows = rows, q, stand_in(rows, deltas[:, :, of_heads])
+                rows = [_by_query_group(t, whole.size(2)) for t in rows]
                 if sinks is not None:
-                    dsink = flash.sinks_backward(
-                        slices[0], slices[2], of_lse, _of_heads(sinks, of_heads, dk)
-                    )
+                    of_sinks = _of_heads(sinks, of_heads, ctx.kv_heads, batch)
+                    dsink = flash.sinks_backward(rows[0], rows[2], lse, of_sinks)
                     dsinks[of_heads] = dsink.view(batch, -1).sum(0)
-                dwhole = _attend_backward(
-                    *slices, local, whole, works, of_lse, target, layout, ctx.tiles, ctx.kernel
+                dq, dwhole = _attend_backward(
+                    *rows, local, whole, works, lse, ctx.layout, ctx.tiles, ctx.kernel
                 )
+                grads[0].append(_as_tokens(dq, batch).flatten(2, 3))
                 if leaving is not None:
-                    _unpack(*leaving, dk, dv)
-                leaving = (heads, *exchange.scatter(dwhole))
-            _unpack(*leaving, dk, dv)
-        return dq, dk, dv, dsinks, None, None, None
+                    _unpack(leaving.wait(), *grads[1:])
+                leaving = exchange.scatter(dwhole)
+                del local, whole, works, q, rows, dq, dwhole  # before the next but one is gathered
+            _unpack(leaving.wait(), *grads[1:])
+            del leaving
+        return *map(_joined, grads), dsinks, None, None, None
 
 
 class KeptKV(GatheredKV):
@@ -210,8 +233,11 @@ class KeptKV(GatheredKV):
 
 #: Below this many gathered bytes a smaller exchange saves little memory and costs its latency.
 _WORTH_SPLITTING = 4 * 2**20
-#: Above this many, fewer heads go at a time: four such buffers live in the backward.
+#: Above this many, fewer heads go at a time.
 _TOO_MANY = 128 * 2**20
+#: The same backward, where four such buffers live: what arrives and what leaves, two of each. Not
+#: forward: there a kernel's parallel work is its heads and its blocks of local queries.
+_TOO_MANY_BACKWARD = 64 * 2**20
 
 
 def _head_groups(k: Tensor, size: int) -> list[slice]:
@@ -219,31 +245,51 @@ def _head_groups(k: Tensor, size: int) -> list[slice]:
     they are small, fewer where they are large."""
     heads = k.size(2)
     step = heads // size if heads % size == 0 else 1
-    one = 2 * k[:, :, :1].numel() * k.element_size() * size  # bytes of a head, gathered
+    one = _gathered_head(k, size)
     step *= max(1, _WORTH_SPLITTING // (step * one))
     step = min(step, max(1, _TOO_MANY // one))
     return [slice(at, min(at + step, heads)) for at in range(0, heads, step)]
 
 
-def _query_heads(kv_heads: slice, rep: int) -> slice:
-    return slice(kv_heads.start * rep, kv_heads.stop * rep)
+def _heads_backward(k: Tensor, size: int) -> int:
+    """How many KV heads of a group go at a time in the backward."""
+    return max(1, _TOO_MANY_BACKWARD // _gathered_head(k, size))
 
 
-def _pack(k: Tensor, v: Tensor, heads: slice) -> Tensor:
-    return torch.stack((k[:, :, heads], v[:, :, heads]), dim=3)
+def _gathered_head(k: Tensor, size: int) -> int:
+    """Bytes of K and V of a head, gathered."""
+    return 2 * k[:, :, :1].numel() * k.element_size() * size
 
 
-def _unpack(heads: slice, dkv: Tensor, works: list[dist.Work], dk: Tensor, dv: Tensor) -> None:
-    wait_all(works)
-    dk[:, :, heads], dv[:, :, heads] = dkv.unbind(3)
+def _pieces(t: Tensor, size: int, dim: int) -> list[Tensor]:
+    """Memory of its own for each `size` along a dimension."""
+    return [piece.contiguous() for piece in t.split(size, dim)]
 
 
-def _of_heads(sinks: Tensor | None, heads: slice, k: Tensor) -> Tensor | None:
+def _drain(tensors: deque[Tensor]) -> Iterator[Tensor]:
+    """Each in turn, which is let go."""
+    while tensors:
+        yield tensors.popleft()
+
+
+def _unpack(dkv: Tensor, dks: list[Tensor], dvs: list[Tensor]) -> None:
+    """A head group's dK and dV [s/D, b, g, 2, d] to the others, each in memory of its own."""
+    for grads, grad in zip((dks, dvs), dkv.unbind(3), strict=True):
+        grads.append(grad.contiguous())
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """All heads of [s/D, b, some heads, d] each; the pieces are let go."""
+    whole = torch.cat(pieces, 2)
+    pieces.clear()
+    return whole
+
+
+def _of_heads(sinks: Tensor | None, heads: slice, kv_heads: int, batch: int) -> Tensor | None:
     """The sinks of some query heads as the kernels want them: [b·g, rep]."""
     if sinks is None:
         return None
-    rep = sinks.size(0) // k.size(2)
-    return sinks[heads].view(-1, rep).repeat(k.size(1), 1)
+    return sinks[heads].view(-1, sinks.size(0) // kv_heads).repeat(batch, 1)
 
 
 def _attend(queries, local, whole, works, sinks, target, tiles, kernel) -> Tensor:
@@ -264,10 +310,10 @@ def _attend(queries, local, whole, works, sinks, target, tiles, kernel) -> Tenso
 
 
 def _attend_backward(
-    dout, q, out, local, whole, works, lse, target, layout, tiles, kernel
-) -> Tensor:
-    """Write dq of one head group into target; returns this rank's part of dK and dV, like whole."""
-    kv_heads, batch = whole.size(2), whole.size(1)
+    dout, q, out, local, whole, works, lse, layout, tiles, kernel
+) -> tuple[Tensor, Tensor]:
+    """dq of one head group, and this rank's part of dK and dV, like whole."""
+    kv_heads = whole.size(2)
     here, elsewhere = tiles
     dq, dlocal, dwhole = (torch.zeros_like(t) for t in (q, local, whole))
 
@@ -281,5 +327,4 @@ def _attend_backward(
         dwhole[layout.gathered(chunk)] = dlocal[chunk.at : chunk.at + layout.chunk]
     wait_all(works)
     add(whole, dwhole, elsewhere)
-    target.copy_(_as_tokens(dq, batch))
-    return dwhole
+    return dq, dwhole
