@@ -10,6 +10,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 
 from megatron_tsp.checks import (
+    attention_kernel,
     check_attention,
     check_checkpoint,
     check_context_parallel,
@@ -18,6 +19,7 @@ from megatron_tsp.checks import (
 )
 from megatron_tsp.errors import TSPError
 from megatron_tsp.exchanges import Shape, cheapest
+from megatron_tsp.layers.kernels import Tiled
 from megatron_tsp.options import BLOCKS, EXCHANGES, TSPOptions
 from megatron_tsp.refusals import refuse, refuse_combinations
 from megatron_tsp.settings import refuse_unknown
@@ -287,7 +289,16 @@ def describe(args: Namespace) -> str:
     }[options.blocks]
     return (
         f"TSP: groups of {degree} ranks, each with 1/{degree} of the weights and {tokens}, {rest}. "
-        f"Weights that travel: {', '.join(travels)}"
+        f"Weights that travel: {', '.join(travels)}{_kernel(args)}"
+    )
+
+
+def _kernel(args: Namespace) -> str:
+    if attention_kernel(args) is not Tiled:
+        return ""
+    return (
+        f". --attention-dropout {args.attention_dropout}: attention is computed by tiles in "
+        "PyTorch, slower than by its flash kernel without dropout"
     )
 
 
@@ -300,8 +311,6 @@ def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:
 
 def _translate_baseline(args: Namespace) -> None:
     """For Megatron's own model with TSP's attention core: no mask, and what the core carries."""
-    if args.attention_dropout:
-        raise TSPError("--tsp-baseline-core has no attention dropout: --attention-dropout 0")
     args.create_attention_mask_in_dataloader = False
     check_context_parallel(args)
     check_attention(args)

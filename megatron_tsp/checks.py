@@ -144,7 +144,10 @@ def _nearest(size: int, fits) -> str:
 
 def check_attention(args: Namespace) -> None:
     """Kernels that are not there, and masks that no layer could honour."""
-    kernels.choose(args.attention_backend.name, args.flash_attention_version)
+    dropout = args.attention_dropout
+    if not 0 <= dropout < 1:
+        raise TSPError(f"--attention-dropout {dropout}: it is a probability, from 0 to below 1")
+    attention_kernel(args)
     if torch.cuda.is_available() and args.num_attention_heads:
         channels = args.kv_channels or args.hidden_size // args.num_attention_heads
         kernels.check_shapes(channels, args.bf16 or args.fp16)
@@ -163,6 +166,12 @@ def check_attention(args: Namespace) -> None:
     packs = args.reset_attention_mask or args.dataloader_inter_document_masking or args.sft
     if packs and (args.tsp_size is None or args.tsp_blocks == "mlp"):
         _check_flat_samples(args)
+
+
+def attention_kernel(args: Namespace) -> type:
+    """The kernel's class, in training."""
+    dropout = args.attention_dropout > 0
+    return kernels.choose(args.attention_backend.name, args.flash_attention_version, None, dropout)
 
 
 def _check_flat_samples(args: Namespace) -> None:

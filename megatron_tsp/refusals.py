@@ -43,8 +43,6 @@ _MUP = "TSP's embedding and loss do not scale for muP"
 REFUSED = (
     Refusal("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes",
             "TSP spreads the sequence in one way only; drop the flag"),
-    Refusal("attention_dropout", "--attention-dropout", "the attention kernels have no dropout; "
-            "pass --attention-dropout 0"),
     Refusal("apply_query_key_layer_scaling", "--apply-query-key-layer-scaling", _CORE),
     Refusal("qk_clip", "--qk-clip", "the kernels do not report the largest logit; drop the flag"),
     Refusal("log_max_attention_logit", "--log-max-attention-logit",

@@ -32,8 +32,8 @@ CARRIED = {
         rope_scaling_factor use_rotary_position_embeddings add_position_embedding
     """,
     "attention": """
-        attention_backend flash_attention_version window_size window_attn_skip_freq
-        softmax_type attention_output_gate no_rope_freq
+        attention_dropout attention_backend flash_attention_version window_size
+        window_attn_skip_freq softmax_type attention_output_gate no_rope_freq
         reset_attention_mask reset_position_ids dataloader_inter_document_masking sft
         sft_tokenizer_prompt_format
         rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings

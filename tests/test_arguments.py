@@ -74,7 +74,7 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
         (("--tsp-size=2", "--tsp-loss-chunk=0"), {}, "--tsp-loss-chunk 0"),
         (("--tsp-mlp-schedule=ring",), {}, "--tsp-mlp-schedule needs --tsp-size"),
         (("--tsp-size=2", "--tsp-baseline-core"), {}, "drop it or --tsp-size"),
-        (("--tsp-baseline-core",), {"attention_dropout": 0.1}, "--attention-dropout 0"),
+        (("--tsp-baseline-core",), {"attention_dropout": -0.1}, "--attention-dropout -0.1: it is"),
         (("--tsp-size=3",), {}, "--num-attention-heads 8 is not divisible by --tsp-size 3"),
         (("--tsp-size=8",), {"num_attention_heads": 12, "hidden_size": 96}, "nearest are 8 or 16"),
         (("--tsp-size=8",), {"ffn_hidden_size": 100}, "--ffn-hidden-size 100"),
@@ -155,7 +155,6 @@ def test_what_is_not_kept_cannot_be_offloaded(monkeypatch, argv, installed, mess
 
 #: Where the flag's type or choices do not say which value is not carried.
 VALUES = {
-    "attention_dropout": ["0.1"],
     "recompute_modules": ["mlp", "moe_act"],
     "cuda_graph_impl": ["local"],
     "linear_attention_freq": ["2"],

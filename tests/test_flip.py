@@ -210,14 +210,12 @@ def test_the_report_says_what_changed_and_what_was_not_seen():
 
 
 REFUSED = {
-    "attention dropout by default": (f"torchrun pretrain_gpt.py {TP} 2 {SP}", "--attention-drop"),
     "a setting": (f"torchrun pretrain_gpt.py {TP} 2 --attention-dropout 0 --fp8-format hybrid",
                   "--fp8-format hybrid"),
     "in one branch": (f"A=(--attention-dropout 0)\nif x; then A+=(--tp-comm-overlap); fi\n"
                       f"torchrun pretrain_gpt.py {TP} 2 ${{A[@]}}", "--tp-comm-overlap"),
-    "in one of two branches": (f"if x; then D=(--attention-dropout 0.1); else "
-                               f"D=(--attention-dropout 0); fi\n"
-                               f'torchrun pretrain_gpt.py {TP} 2 "${{D[@]}}"', "dropout 0.1"),
+    "in one of two branches": (f"if x; then D=(--optimizer muon); else D=(--optimizer adam); fi\n"
+                               f'torchrun pretrain_gpt.py {TP} 2 "${{D[@]}}"', "optimizer muon"),
     "sizes": (f"torchrun pretrain_gpt.py {TP} 3 --attention-dropout 0 --num-attention-heads 8",
               "--num-attention-heads 8 is not divisible by --tsp-size 3"),
     "a bad value": (f"torchrun pretrain_gpt.py {TP} two", "invalid int value: 'two'"),
@@ -483,7 +481,6 @@ def test_yaml_of_tsp_becomes_tp_and_sp(before, after):
     ("text", "message"),
     [
         (f"MODEL_ARGS:\n  {TP}: 2\n  --fp8-format: hybrid\n  --attention-dropout: 0", "--fp8-"),
-        (f"MODEL_ARGS:\n  {TP}: 2", "--attention-dropout 0.1"),
         ("MODEL_ARGS:\n  --seed: 2", f"MODEL_ARGS has no {TP}"),
         (f"MODEL_ARGS:\n  {TP}: 2\n  {TP}: 4", "line 3: --tensor-model-parallel-size is given twi"),
         (f"MODEL_ARGS:\n  {TP}: 2\n  {TSP}: 2", f"line 3: {TSP} is there already"),
@@ -522,8 +519,8 @@ def test_the_command(tmp_path, capfd):
     longer = f"{line} --attention-dropout 0" + " --num-workers 0" * 30  # no file has such a name
     assert cli.main(["flip", "--check", longer]) == 0
     assert capfd.readouterr().out.startswith("torchrun -m megatron_tsp.run pretrain_gpt.py --tsp-s")
-    assert cli.main(["flip", "--check", line]) == 2
-    assert "command line: --attention-dropout 0.1 does not work" in capfd.readouterr().err
+    assert cli.main(["flip", "--check", f"{line} --use-mup"]) == 2
+    assert "command line: --use-mup does not work" in capfd.readouterr().err
     assert cli.main(["flip", str(tmp_path / "none.sh")]) == 2
     assert f"cannot read {tmp_path / 'none.sh'}" in capfd.readouterr().err
     assert script.read_text() == ARRAYS

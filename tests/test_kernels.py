@@ -16,6 +16,7 @@ from megatron_tsp.layers.kernels import flash_attn, of_torch, packages
 
 KERNELS = {
     "PyTorch": of_torch.TorchFlash,
+    "tiled": kernels.Tiled,
     "flash-attn 2": flash_attn.FlashAttention2,
     "flash-attn 3.0.0b1": flash_attn.FlashAttention3,
     "flash-attn 3": flash_attn.FlashAttention3,
@@ -50,7 +51,7 @@ def kernel(request, monkeypatch):
 )
 @pytest.mark.parametrize("kernel", KERNELS, indirect=True)
 def test_equals_fp64(kernel, dtype, bar, causal, logits):
-    if dtype == torch.float32 and kernel is not of_torch.TorchFlash:
+    if dtype == torch.float32 and kernel not in (of_torch.TorchFlash, kernels.Tiled):
         pytest.skip("no GPU kernel takes fp32")
     for shape in SHAPES[: 2 if causal else 3]:
         for whole in (True, False):
@@ -114,7 +115,7 @@ def test_twin_with_each_parts_own_lse_differs():
     assert found["out"] < 1e-12 and min(found[name] for name in ("dq", "dk", "dv")) > 1e-2
 
 
-@pytest.mark.parametrize("kernel", KERNELS.keys() - {"PyTorch"}, indirect=True)
+@pytest.mark.parametrize("kernel", [*KERNELS][1:], indirect=True)
 def test_twins_whose_backward_takes_the_parts_own_lse_differ(kernel):
     def backward(self, dout, q, k, v, out, lse, causal):
         return kernel.backward(self, dout, q, k, v, *self.forward(q, k, v, causal), causal)
@@ -157,6 +158,9 @@ def test_what_is_asked_for_is_what_is_taken():
     assert kernels.choose("auto", gpu=False) is of_torch.TorchFlash
     assert kernels.choose("flash", gpu=False) is of_torch.TorchFlash
     assert kernels.choose("auto", gpu=True) is of_torch.TorchFlash
+    assert kernels.choose("auto", gpu=False, dropout=True) is kernels.Tiled
+    with pytest.raises(TSPError, match="--attention-backend flash: this kernel has no attention"):
+        kernels.choose("flash", gpu=False, dropout=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import dropout_common
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron_tsp import zigzag
 from megatron_tsp.gradients import Gradients
 from megatron_tsp.layers import (
     core_attention,
+    dropout,
     embedding,
     head_exchange,
     kv_gather,
@@ -200,16 +202,19 @@ class MLP(Case):
 DOCUMENTS = ((0, 5, 17, 18, 24, 40, SEQ), (0, 31, SEQ))
 
 
+KEY = 2**62 + 12345  # of the dropout
+
+
 class Attention(Case):
     layouts = dict.fromkeys(("out", "dq", "dk", "dv"), "tokens")
 
     def __init__(
         self, kv_heads, scale=1.0, split=True, exchange="allgather", window=None, documents=None,
-        sinks="vanilla", heads=12, degrees=DEGREES,
+        sinks="vanilla", heads=12, degrees=DEGREES, dropout=0.0,
     ):  # fmt: skip
         self.kv_heads, self.scale, self.split = kv_heads, scale, split
         self.exchange, self.window, self.documents, self.sinks = exchange, window, documents, sinks
-        self.heads, self.degrees = heads, degrees
+        self.heads, self.degrees, self.dropout = heads, degrees, dropout
         if sinks == "learnable":
             self.layouts = {**self.layouts, "dsinks": "rows"}
 
@@ -234,8 +239,9 @@ class Attention(Case):
         window = None if self.window is None else (self.window, 0)
         settings = config(
             1, num_attention_heads=self.heads, num_query_groups=self.kv_heads, kv_channels=4,
-            window_size=window, softmax_type=self.sinks,
+            window_size=window, softmax_type=self.sinks, attention_dropout=self.dropout,
         )  # fmt: skip
+        core_attention.draw = self.draw
         for module in (kv_gather, head_exchange):
             module._WORTH_SPLITTING = 0 if self.split else 2**30
         core = core_attention.TSPCoreAttention(
@@ -250,6 +256,11 @@ class Attention(Case):
         if self.sinks == "learnable":
             found["dsinks"] = core.softmax_offset.grad
         return found
+
+    @staticmethod
+    def draw():
+        """The key of the dropout, alike on all ranks."""
+        return KEY
 
     def hidden(self):
         """[b, 1, s, s]: the keys that a query does not see."""
@@ -274,7 +285,9 @@ class Attention(Case):
             logits = sinks if self.sinks == "learnable" else 0 * sinks
             column = logits.view(1, -1, 1, 1).expand(BATCH, -1, SEQ, -1)
             scores = torch.cat((scores, column), -1)
-        out = (scores.softmax(-1)[..., :SEQ] @ heads[2]).permute(2, 0, 1, 3)
+        kept = dropout_common.kept(KEY, self.dropout, BATCH, self.heads, SEQ)
+        weights = scores.softmax(-1)[..., :SEQ] * kept / (1 - self.dropout)
+        out = (weights @ heads[2]).permute(2, 0, 1, 3)
         out.backward(dout)
         found = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
         return {**found, "dsinks": sinks.grad} if self.sinks == "learnable" else found
@@ -444,6 +457,19 @@ CASES = {
             ),
         }.items()
     },
+    "dropout": Attention(4, dropout=0.3),
+    "dropout-kept": Attention(2, exchange="allgather-kept", dropout=0.1, window=9),
+    "dropout-alltoall": Attention(12, exchange="alltoall", dropout=0.1),
+    "dropout-alltoall-heads-cut-unevenly": Attention(
+        4, exchange="alltoall", degrees=(6,), dropout=0.3, documents=DOCUMENTS
+    ),
+    "dropout-ring": Attention(4, exchange="ring", dropout=0.1, documents=DOCUMENTS),
+    "dropout-sinks-window-documents": Attention(
+        1, dropout=0.5, sinks="learnable", window=9, documents=DOCUMENTS
+    ),
+    "dropout-sinks-window-documents-alltoall": Attention(
+        2, exchange="alltoall", dropout=0.5, sinks="learnable", window=9, documents=DOCUMENTS
+    ),
     "embedding": Embedding(96, streams=False),
     "embedding-table": Embedding(12, streams=True),
     "loss": Loss(chunk=1000),
@@ -531,6 +557,14 @@ def _break(what):
         )
     elif what == "sinks of the first rank":
         sinks.gather = lambda own, group: own.repeat(group.size())
+    elif what == "a key for each rank":
+        Attention.draw = staticmethod(lambda: KEY + dist.get_rank())
+    elif what == "positions of the rank":
+        dropout._positions = lambda spans, device: torch.arange(
+            sum(span.stop - span.start for span in spans), device=device
+        )
+    elif what == "heads of the call":
+        dropout.Dropout.of_heads = lambda self, some: self
     elif what == "doubled loss gradient":
         backward = loss._GatherTokens.backward
         loss._GatherTokens.backward = staticmethod(
@@ -571,6 +605,9 @@ def _broken(what, degree, name):
         ("sinks of the first rank", "sinks"),
         ("delta", "gqa-alltoall"),
         ("delta", "gqa"),
+        ("a key for each rank", "dropout"),
+        ("positions of the rank", "dropout"),
+        ("heads of the call", "dropout-alltoall"),
         ("doubled loss gradient", "loss"),
         ("dropped dW", "swiglu"),
     ],

@@ -377,10 +377,10 @@ def test_a_plot_is_a_picture(tmp_path, monkeypatch):
 
 
 def test_a_model_that_tsp_refuses_is_planned_without_it(tmp_path, capsys):
-    config = _config(tmp_path, **{"--attention-dropout": 0.1})
+    config = _config(tmp_path, **{"--use-mup": True})
     assert cli.main(["plan", config, "--hardware", "h200", "--gpus", "8"]) == 0
     text = capsys.readouterr().out
-    assert "Without TSP: --attention-dropout" in text and "| TSP" not in text
+    assert "Without TSP: --use-mup" in text and "| TSP" not in text
 
 
 def test_the_present_layout_and_its_flip(tmp_path):

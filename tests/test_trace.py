@@ -179,7 +179,7 @@ def test_bad_input_is_named_before_anything_is_traced(tmp_path, capsys, words, m
 @pytest.mark.parametrize(
     ("flags", "world", "message"),
     [
-        ("--tsp-size 2 --attention-dropout 0.1", 2, "--attention-dropout 0.1 does not work"),
+        ("--tsp-size 2 --use-mup", 2, "--use-mup does not work"),
         (f"--tsp-size 2 {EXPERTS} --moe-token-dispatcher-type allgather", 2,
          "arm: a trace does not know --moe-token-dispatcher-type allgather"),
         (f"{TP_SP} {EXPERTS} --moe-expert-capacity-factor 1.5", 2,

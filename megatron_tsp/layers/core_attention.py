@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_tsp import parallel_state
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers import documents, kernels, sinks
+from megatron_tsp.layers.dropout import Dropout, draw
 from megatron_tsp.layers.head_exchange import ExchangedHeads
 from megatron_tsp.layers.kv_gather import GatheredKV, KeptKV
 from megatron_tsp.layers.kv_ring import RingKV
@@ -48,7 +49,7 @@ class TSPCoreAttention(MegatronModule):
             heads; None: it computes the heads whose sinks it holds.
 
     Raises:
-        TSPError: for what it does not carry: another mask type, attention dropout, ...
+        TSPError: for what it does not carry: another mask type, a kernel without dropout, ...
     """
 
     def __init__(
@@ -68,17 +69,20 @@ class TSPCoreAttention(MegatronModule):
         if exchange is None:
             exchange = CP_COMM_TYPES[cp_comm_type or "allgather"]
         self.attend = EXCHANGES[exchange]
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise TSPError(
                 f"TSP attention is causal self-attention, not {attention_type} attention "
                 f"with a mask of type {attn_mask_type.name}"
             )
-        if dropout:
-            raise TSPError("TSP does not carry attention dropout: set --attention-dropout 0")
         self.group = parallel_state.kv_group(getattr(pg_collection, "cp", None))
-        kernel = kernels.choose(config.attention_backend.name, config.flash_attention_version)
-        self.kernel = kernel(softmax_scale or config.kv_channels**-0.5)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.heads_group = getattr(pg_collection, "tp", None)  # each of its ranks has other heads
+        self.kernel, self.dropout_kernel = (
+            kernels.choose(
+                config.attention_backend.name, config.flash_attention_version, dropout=dropout
+            )(softmax_scale or config.kv_channels**-0.5)
+            for dropout in (False, self.dropout > 0)
+        )
         self.window = _window(config, layer_number)
         self.sink_group = sink_group
         if config.softmax_type == "learnable":
@@ -117,7 +121,9 @@ class TSPCoreAttention(MegatronModule):
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         mask = self._mask(packed_seq_params, query)
         of_heads = self._sinks(query)
-        out = self.attend.apply(query, key, value, of_heads, self.group, self.kernel, mask)
+        dropout = self._dropout(query)
+        kernel = self.kernel if dropout is None else self.dropout_kernel
+        out = self.attend.apply(query, key, value, of_heads, self.group, kernel, mask, dropout)
         return out.flatten(1) if flat else out.flatten(2)
 
     def _mask(self, packed: PackedSeqParams | None, query: Tensor) -> Mask:
@@ -125,6 +131,14 @@ class TSPCoreAttention(MegatronModule):
             return Mask(self.window)
         length = query.size(0) * (1 if self.group is None else self.group.size())
         return Mask(self.window, documents.boundaries(packed, query.size(1), length))
+
+    def _dropout(self, query: Tensor) -> Dropout | None:
+        """Of the query's heads, drawn anew each time; None outside training."""
+        if not self.dropout or not self.training:
+            return None
+        samples, heads = query.shape[1:3]
+        first = 0 if self.heads_group is None else self.heads_group.rank() * heads
+        return Dropout(self.dropout, draw(), samples, self.config.num_attention_heads, first)
 
     def _sinks(self, query: Tensor) -> Tensor | None:
         """[n] of the query's heads, fp32 (fp64 for fp64); None without sinks."""

@@ -4,6 +4,7 @@ Tensors as the kernels want them: [B, H, s, d], keys and values with H heads or 
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from megatron_tsp.layers.kernels import Kernel
 from megatron_tsp.layers.mask import Tile
 from megatron_tsp.layers.varlen import Pack, calls
+
+if TYPE_CHECKING:
+    from megatron_tsp.layers.dropout import Between
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +35,7 @@ def attend(
     tiles: Iterable[Tile],
     kernel: Kernel,
     so_far: tuple[Tensor, Tensor] | None = None,
+    dropout: "Between | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """The softmax of queries over the keys in `tiles`, merged with what it is `so_far`.
 
@@ -38,6 +43,7 @@ def attend(
         q: [B, H, sq, d]. k, v: [B, H or 1, sk, d]. B is the samples, each with its heads.
         tiles: as `Mask.tiles` lists them: causal ones first, which hold every query once.
         so_far: (out, lse) over other keys; may be changed in place.
+        dropout: of the probabilities, between all of these queries and keys; None: none.
 
     Returns:
         out [B, H, sq, d], in the dtype of q or of lse; lse [B, H, sq], fp32 (fp64 for fp64).
@@ -47,8 +53,10 @@ def attend(
         if isinstance(tile, Pack):
             out, lse = _attend_packed(q, k, v, tile, kernel, out, lse)
             continue
-        queries, keys = _cut(q, tile, tile.queries), (_cut(t, tile, tile.keys) for t in (k, v))
-        part = [_uncut(t, tile) for t in kernel.forward(queries, *keys, tile.kind != "full")]
+        queries, keys = cut(q, tile, tile.queries), (cut(t, tile, tile.keys) for t in (k, v))
+        more = () if dropout is None else (dropout.in_tile(tile),)
+        part = kernel.forward(queries, *keys, tile.kind != "full", *more)
+        part = [_uncut(t, tile) for t in part]
         if part[0].shape == q.shape:
             out, lse = part if out is None else merge(out, lse, *part)
             continue
@@ -99,6 +107,7 @@ def attend_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    dropout: "Between | None" = None,
 ) -> None:
     """Add the gradients of `attend`'s inputs through `tiles` to dq, dk and dv.
 
@@ -115,9 +124,10 @@ def attend_backward(
             for total, grad, at in zip((dq, dk, dv), grads, places, strict=True):
                 at.add(total, grad)
             continue
-        rows = [_cut(t, tile, tile.queries) for t in (dout, q, out, lse)]
-        keys = [_cut(t, tile, tile.keys) for t in (k, v)]
-        grads = kernel.backward(*rows[:2], *keys, *rows[2:], tile.kind != "full")
+        rows = [cut(t, tile, tile.queries) for t in (dout, q, out, lse)]
+        keys = [cut(t, tile, tile.keys) for t in (k, v)]
+        more = () if dropout is None else (dropout.in_tile(tile),)
+        grads = kernel.backward(*rows[:2], *keys, *rows[2:], tile.kind != "full", *more)
         places = tile.queries, tile.keys, tile.keys
         for total, grad, at in zip((dq, dk, dv), grads, places, strict=True):
             _of(total, tile, at).add_(_uncut(grad, tile))
@@ -146,7 +156,7 @@ def _of(t: Tensor, tile: Tile, at: slice) -> Tensor:
     return t[sample * heads : (sample + 1) * heads, :, at]
 
 
-def _cut(t: Tensor, tile: Tile, at: slice) -> Tensor:
+def cut(t: Tensor, tile: Tile, at: slice) -> Tensor:
     """The same for a kernel: blocks as if they were heads, an edge in reverse order."""
     part = _of(t, tile, at)
     if tile.blocks > 1:

@@ -106,7 +106,7 @@ class ExchangedHeads(torch.autograd.Function):
     """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d]; arguments as `GatheredKV`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, kernel, mask):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask, dropout=None):
         exchange = _Exchange(group)
         whole = Span(0, q.size(0) * exchange.size)
         tiles, steps = mask.tiles(whole, [whole]), _steps(q, k, exchange)
@@ -123,7 +123,8 @@ class ExchangedHeads(torch.autograd.Function):
                 kv = arrived or kv
                 out = torch.empty_like(queries)
                 for at, (rows, into), keys in _calls(chunk, exchange.rank, (queries, out), kv):
-                    part, lse = flash.attend(rows, *keys, tiles, kernel)
+                    drops = dropout and dropout.of_heads(at).of(rows, [whole], [whole])
+                    part, lse = flash.attend(rows, *keys, tiles, kernel, None, drops)
                     if sinks is not None:
                         part, lse = flash.with_sinks(part, lse, _of_heads(sinks[at], lse))
                     into.copy_(part)
@@ -132,7 +133,7 @@ class ExchangedHeads(torch.autograd.Function):
                 leaving = [exchange.to_tokens(out, chunk.query)]
             _wait(leaving, local)
         ctx.group, ctx.kernel, ctx.tiles, ctx.steps = group, kernel, tiles, steps
-        ctx.kv_heads = k.size(2)
+        ctx.kv_heads, ctx.dropout, ctx.whole = k.size(2), dropout, ([whole], [whole])
         ctx.save_for_backward(local, sinks, *kept)
         return local
 
@@ -162,9 +163,11 @@ class ExchangedHeads(torch.autograd.Function):
                 for at, (*rows, drows), keys in _calls(chunk, exchange.rank, by_query, by_key):
                     lse = kept.popleft()
                     # rows: dout, q, out; keys: k, v, dk, dv
+                    drops = ctx.dropout and ctx.dropout.of_heads(at).of(rows[1], *ctx.whole)
                     flash.attend_backward(
-                        *rows[:2], *keys[:2], rows[2], lse, ctx.tiles, ctx.kernel, drows, *keys[2:]
-                    )
+                        *rows[:2], *keys[:2], rows[2], lse, ctx.tiles, ctx.kernel, drows,
+                        *keys[2:], drops,
+                    )  # fmt: skip
                     if sinks is not None:
                         dsink = flash.sinks_backward(
                             rows[0], rows[2], lse, _of_heads(sinks[at], lse)
@@ -185,7 +188,7 @@ class ExchangedHeads(torch.autograd.Function):
                 grads, (dlocal.size(2), ctx.kv_heads, ctx.kv_heads), strict=True
             )
         )
-        return dq, *dkv, dsinks, None, None, None
+        return dq, *dkv, dsinks, None, None, None, None
 
 
 def _arrive(leaving: list[_Arrival], grads: Sequence[list[_Arrival]]) -> None:

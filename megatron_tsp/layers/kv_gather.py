@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_tsp import zigzag
 from megatron_tsp.layers import flash
 from megatron_tsp.layers.delta import delta, stand_in
+from megatron_tsp.layers.dropout import Between, Dropout
 from megatron_tsp.layers.mask import Mask, Span, Tile
 from megatron_tsp.streaming import wait_all
 from megatron_tsp.traffic import block
@@ -66,6 +67,15 @@ class _Layout(NamedTuple):
         here = [tile for chunk in self.own() for tile in mask.tiles(chunk, [chunk])]
         behind = [tile for chunk in self.own() for tile in mask.tiles(chunk, self.before(chunk))]
         return here, behind
+
+    def drops(self, dropout: Dropout | None, q: Tensor) -> tuple[Between | None, Between | None]:
+        """The dropout of heads q [b·g, rep, s, d] over own keys, and over the gathered ones."""
+        if dropout is None:
+            return None, None
+        c, own = self.chunk, self.own()
+        chunks = [Span(at * c, (at + 1) * c) for at in range(len(own) * self.size)]
+        everywhere = [chunk._replace(at=self.gathered(chunk).start) for chunk in chunks]
+        return dropout.of(q, own, own), dropout.of(q, own, everywhere)
 
 
 class _Exchange:
@@ -155,14 +165,16 @@ class GatheredKV(torch.autograd.Function):
         group: the ranks over which the sequence is spread; None is one rank.
         kernel: the attention kernel, with its scale of the logits.
         mask: what a query sees.
+        dropout: of the probabilities; None: none.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, kernel, mask, keep=False):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask, dropout=None, keep=False):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         layout = _Layout(size, rank, q.size(0) // (1 if size == 1 else 2))
         tiles = layout.tiles(mask)
         ctx.layout, ctx.tiles, ctx.kernel, ctx.group = layout, tiles, kernel, group
+        ctx.dropout = dropout
         exchange, groups = _Exchange(group, layout), _head_groups(k, size)
         at_once, rep = _heads_backward(k, size), q.size(2) // k.size(2)
         batch, kv_heads = k.shape[1:3]
@@ -175,7 +187,8 @@ class GatheredKV(torch.autograd.Function):
                 lse = _attend(
                     q[:, :, of_heads], local, whole, works,
                     _of_heads(sinks, of_heads, kv_heads, batch),
-                    out[:, :, of_heads].unflatten(2, (-1, rep)), tiles, kernel,
+                    out[:, :, of_heads].unflatten(2, (-1, rep)), layout, tiles, kernel,
+                    dropout and dropout.of_heads(of_heads),
                 )  # fmt: skip
                 queries += _pieces(q[:, :, of_heads], at_once * rep, 2)
                 kvs += _pieces(whole if keep else local, at_once, 2)
@@ -210,7 +223,8 @@ class GatheredKV(torch.autograd.Function):
                     dsink = flash.sinks_backward(rows[0], rows[2], lse, of_sinks)
                     dsinks[of_heads] = dsink.view(batch, -1).sum(0)
                 dq, dwhole = _attend_backward(
-                    *rows, local, whole, works, lse, ctx.layout, ctx.tiles, ctx.kernel
+                    *rows, local, whole, works, lse, ctx.layout, ctx.tiles, ctx.kernel,
+                    ctx.dropout and ctx.dropout.of_heads(of_heads),
                 )
                 grads[0].append(_as_tokens(dq, batch).flatten(2, 3))
                 if leaving is not None:
@@ -219,7 +233,7 @@ class GatheredKV(torch.autograd.Function):
                 del local, whole, works, q, rows, dq, dwhole  # before the next but one is gathered
             _unpack(leaving.wait(), *grads[1:])
             del leaving
-        return *map(_joined, grads), dsinks, None, None, None
+        return *map(_joined, grads), dsinks, None, None, None, None
 
 
 class KeptKV(GatheredKV):
@@ -292,17 +306,17 @@ def _of_heads(sinks: Tensor | None, heads: slice, kv_heads: int, batch: int) -> 
     return sinks[heads].view(-1, sinks.size(0) // kv_heads).repeat(batch, 1)
 
 
-def _attend(queries, local, whole, works, sinks, target, tiles, kernel) -> Tensor:
+def _attend(queries, local, whole, works, sinks, target, layout, tiles, kernel, dropout) -> Tensor:
     """Write the attention of one head group into target [s/D, b, g, rep, d]; returns its lse."""
     kv_heads, batch = whole.size(2), whole.size(1)
     q = _by_query_group(queries, kv_heads)
-    here, elsewhere = tiles
+    (here, elsewhere), drops = tiles, layout.drops(dropout, q)
     # What is local comes first, before the gather is waited for.
     k, v = (_by_query_group(t, kv_heads) for t in local.unbind(3))
-    part = flash.attend(q, k, v, here, kernel)
+    part = flash.attend(q, k, v, here, kernel, None, drops[0])
     wait_all(works)
     k, v = (_by_query_group(t, kv_heads) for t in whole.unbind(3))
-    out, lse = flash.attend(q, k, v, elsewhere, kernel, part)
+    out, lse = flash.attend(q, k, v, elsewhere, kernel, part, drops[1])
     if sinks is not None:
         out, lse = flash.with_sinks(out, lse, sinks)
     target.copy_(_as_tokens(out, batch))
@@ -310,21 +324,21 @@ def _attend(queries, local, whole, works, sinks, target, tiles, kernel) -> Tenso
 
 
 def _attend_backward(
-    dout, q, out, local, whole, works, lse, layout, tiles, kernel
+    dout, q, out, local, whole, works, lse, layout, tiles, kernel, dropout
 ) -> tuple[Tensor, Tensor]:
     """dq of one head group, and this rank's part of dK and dV, like whole."""
     kv_heads = whole.size(2)
-    here, elsewhere = tiles
+    (here, elsewhere), drops = tiles, layout.drops(dropout, q)
     dq, dlocal, dwhole = (torch.zeros_like(t) for t in (q, local, whole))
 
-    def add(keys, dkeys, tiles):
+    def add(keys, dkeys, tiles, drop):
         of_heads = (_by_query_group(t, kv_heads) for two in (keys, dkeys) for t in two.unbind(3))
         k, v, dk, dv = of_heads
-        flash.attend_backward(dout, q, k, v, out, lse, tiles, kernel, dq, dk, dv)
+        flash.attend_backward(dout, q, k, v, out, lse, tiles, kernel, dq, dk, dv, drop)
 
-    add(local, dlocal, here)
+    add(local, dlocal, here, drops[0])
     for chunk in layout.own():
         dwhole[layout.gathered(chunk)] = dlocal[chunk.at : chunk.at + layout.chunk]
     wait_all(works)
-    add(whole, dwhole, elsewhere)
+    add(whole, dwhole, elsewhere, drops[1])
     return dq, dwhole

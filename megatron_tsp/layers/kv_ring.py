@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_tsp import zigzag
 from megatron_tsp.gradients import Gradients
 from megatron_tsp.layers import flash
+from megatron_tsp.layers.dropout import Between, Dropout
 from megatron_tsp.layers.mask import Mask, Span, Tile
 from megatron_tsp.streaming import Ring
 from megatron_tsp.traffic import block
@@ -24,20 +25,21 @@ class RingKV(torch.autograd.Function):
     """q [s/D, b, n, d], k and v [s/D, b, g, d] → [s/D, b, n, d]; arguments as `GatheredKV`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, group, kernel, mask):
+    def forward(ctx, q, k, v, sinks, group, kernel, mask, dropout=None):
         k, v = k.contiguous(), v.contiguous()
         ring = Ring(group)  # its buffers go when the walk is done
         heads, so_far = _by_kv_head(q, k), None
         with block("attention"):
             for owner, kv in ring.forward((k, v)):
                 tiles, keys = _tiles(ring, owner, len(q), mask), (_by_kv_head(t, k) for t in kv)
-                so_far = flash.attend(heads, *keys, tiles, kernel, so_far)
+                drops = _drops(dropout, ring, owner, q, heads)
+                so_far = flash.attend(heads, *keys, tiles, kernel, so_far, drops)
         out, lse = so_far
         if sinks is not None:
             out, lse = flash.with_sinks(out, lse, _of_heads(sinks, k))
         out = _by_token(out.to(q.dtype), q)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.group, ctx.kernel, ctx.mask = group, kernel, mask
+        ctx.group, ctx.kernel, ctx.mask, ctx.dropout = group, kernel, mask, dropout
         return out
 
     @staticmethod
@@ -51,14 +53,17 @@ class RingKV(torch.autograd.Function):
                 tiles, keys = _tiles(ring, owner, len(q), ctx.mask), [_by_kv_head(t, k) for t in kv]
                 dkv = [torch.zeros_like(t) for t in (k, v)]
                 into = (_by_kv_head(t, k) for t in dkv)
-                flash.attend_backward(dout, heads, *keys, out, lse, tiles, ctx.kernel, dq, *into)
+                drops = _drops(ctx.dropout, ring, owner, q, heads)
+                flash.attend_backward(
+                    dout, heads, *keys, out, lse, tiles, ctx.kernel, dq, *into, drops
+                )
                 for index, dkeys in enumerate(dkv):
                     grads.add(index, dkeys)
         dsinks = None
         if sinks is not None:
             dsinks = flash.sinks_backward(dout, out, lse, _of_heads(sinks, k))
             dsinks = dsinks.view(k.size(1), -1).sum(0).to(sinks.dtype)
-        return _by_token(dq, q), *grads.result, dsinks, None, None, None
+        return _by_token(dq, q), *grads.result, dsinks, None, None, None, None
 
 
 def _tiles(ring: Ring, owner: int, tokens: int, mask: Mask) -> list[Tile]:
@@ -66,6 +71,16 @@ def _tiles(ring: Ring, owner: int, tokens: int, mask: Mask) -> list[Tile]:
     queries, keys = (_spans(rank, ring.size, tokens) for rank in (ring.rank, owner))
     tiles = [tile for chunk in queries for tile in mask.tiles(chunk, keys)]
     return sorted(tiles, key=lambda tile: tile.kind != "causal")
+
+
+def _drops(
+    dropout: Dropout | None, ring: Ring, owner: int, q: Tensor, heads: Tensor
+) -> Between | None:
+    """The dropout between this rank's queries and an owner's keys."""
+    if dropout is None:
+        return None
+    spans = (_spans(rank, ring.size, len(q)) for rank in (ring.rank, owner))
+    return dropout.of(heads, *spans)
 
 
 def _spans(rank: int, size: int, tokens: int) -> list[Span]:

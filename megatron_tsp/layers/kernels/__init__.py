@@ -13,7 +13,7 @@ Some kernels also take many sequences of different lengths in one call (`packs`)
 not there is an error, not another kernel.
 """
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,11 @@ from torch import Tensor
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.kernels import flash_attn, transformer_engine
 from megatron_tsp.layers.kernels.of_torch import Cudnn, TorchFlash
+from megatron_tsp.layers.kernels.tiled import Tiled
 from megatron_tsp.layers.kernels.transformer_engine import TransformerEngineFused
+
+if TYPE_CHECKING:
+    from megatron_tsp.layers.dropout import TileDropout
 
 
 class Lengths(NamedTuple):
@@ -41,13 +45,19 @@ class Lengths(NamedTuple):
 class Kernel(Protocol):
     """One kernel, with its scale of the logits."""
 
+    #: Whether it drops probabilities, by masks of its own or by `TileDropout.keeps`.
+    has_dropout: bool
+
     def __init__(self, scale: float): ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: "TileDropout | None" = None
+    ) -> tuple[Tensor, Tensor]:
         """softmax(scale·q·kᵀ)·v and its log-sum-exp.
 
         Args:
             q: [B, H, sq, d]. k, v: [B, H or 1, sk, d], the dtype of q.
+            dropout: of the probabilities, after the softmax; only if `has_dropout`.
 
         Returns:
             out [B, H, sq, d] in q's dtype; lse [B, H, sq], fp32 (fp64 for fp64).
@@ -55,7 +65,15 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        dropout: "TileDropout | None" = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), shaped as q, k and v: dk and dv are summed over heads that share them."""
         ...
@@ -85,7 +103,12 @@ class Kernel(Protocol):
         ...
 
 
-def choose(backend: str = "auto", version: int | None = None, gpu: bool | None = None) -> type:
+def choose(
+    backend: str = "auto",
+    version: int | None = None,
+    gpu: bool | None = None,
+    dropout: bool = False,
+) -> type:
     """The kernel's class.
 
     Args:
@@ -94,29 +117,39 @@ def choose(backend: str = "auto", version: int | None = None, gpu: bool | None =
             cuDNN's as PyTorch has it, which is the same.
         version: of flash-attn, 2 or 3: that one.
         gpu: whether the tensors are on one; None: whether there is one.
+        dropout: whether it must have dropout: then "auto" takes `Tiled` where PyTorch's has none.
 
     Raises:
-        TSPError: the kernel is not there, by the flag that asks for it.
+        TSPError: the kernel is not there, or has no dropout, by the flag that asks for it.
     """
     gpu = torch.cuda.is_available() if gpu is None else gpu
+    flag = f"--attention-backend {backend}"
     if version is not None:
-        flag = f"--flash-attention-version {version}"
         if backend not in ("auto", "flash"):
-            raise TSPError(f"{flag} contradicts --attention-backend {backend}; drop one of them")
-        return flash_attn.kernel(version, flag, gpu)
-    if backend == "fused":
-        return _fused(gpu)
-    if backend == "flash" and gpu:
-        return flash_attn.newest() or TorchFlash
-    if backend in ("auto", "flash"):
-        return TorchFlash
-    raise TSPError(
-        f"--attention-backend {backend} builds scores of s x s; use auto, flash or fused"
-    )
+            raise TSPError(
+                f"--flash-attention-version {version} contradicts {flag}; drop one of them"
+            )
+        flag = f"--flash-attention-version {version}"
+        found = flash_attn.kernel(version, flag, gpu)
+    elif backend == "fused":
+        found = _fused(flag, gpu)
+    elif backend == "flash":
+        found = (flash_attn.newest() if gpu else None) or TorchFlash
+    elif backend == "auto":
+        found = TorchFlash
+    else:
+        raise TSPError(f"{flag} builds scores of s x s; use auto, flash or fused")
+    if dropout and not found.has_dropout:
+        if flag != "--attention-backend auto":
+            raise TSPError(
+                f"{flag}: this kernel has no attention dropout; pass --attention-dropout 0, or "
+                "leave the kernel to TSP with --attention-backend auto"
+            )
+        return Tiled
+    return found
 
 
-def _fused(gpu: bool) -> type:
-    flag = "--attention-backend fused"
+def _fused(flag: str, gpu: bool) -> type:
     if not gpu or torch.version.hip or not torch.backends.cudnn.is_available():
         raise TSPError(f"{flag} needs cuDNN and its GPU; elsewhere use auto or flash")
     if not transformer_engine.installed():

@@ -14,6 +14,8 @@ from megatron_tsp.layers.kernels.packages import first_module, parameters, versi
 class FlashAttention:
     """What the versions share. A subclass has `modules`, `_forward` and `_backward`."""
 
+    has_dropout = False
+
     def __init__(self, scale: float):
         self.scale = scale
         self.module = first_module(self.modules)

@@ -9,6 +9,8 @@ _aten = torch.ops.aten
 class TorchFlash:
     """FlashAttention-2 as PyTorch has it, on any device; also fp32 and fp64 on the CPU."""
 
+    has_dropout = False
+
     def __init__(self, scale: float):
         self.scale = scale
 
@@ -59,6 +61,8 @@ class TorchFlash:
 
 class Cudnn:
     """cuDNN's fused attention, the one that Transformer Engine calls `fused`; bf16 and fp16."""
+
+    has_dropout = False
 
     def __init__(self, scale: float):
         self.scale = scale

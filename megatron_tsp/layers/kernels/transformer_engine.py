@@ -18,6 +18,8 @@ _LAYOUT = "sbhd_sbhd_sbhd"
 class TransformerEngineFused:
     """Transformer Engine's `fused_attn_fwd` and `fused_attn_bwd`, releases 2.x; bf16 and fp16."""
 
+    has_dropout = False
+
     def __init__(self, scale: float):
         self.scale = scale
         self.module = first_module([_EXTENSIONS])
