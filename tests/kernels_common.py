@@ -5,8 +5,21 @@ from itertools import pairwise
 import torch
 
 from megatron_tsp.layers import flash
+from megatron_tsp.layers.kernels import Tiled, TransformerEngineFused
+from megatron_tsp.layers.kernels.flash_attn import FlashAttention2, FlashAttention3
+from megatron_tsp.layers.kernels.of_torch import TorchFlash
 from megatron_tsp.layers.mask import Mask, Span, Tile
 
+#: What runs on a CPU: PyTorch's kernel, and those whose packages have stand-ins, by their names.
+KERNELS = {
+    "PyTorch": TorchFlash,
+    "tiled": Tiled,
+    "flash-attn 2": FlashAttention2,
+    "flash-attn 3.0.0b1": FlashAttention3,
+    "flash-attn 3": FlashAttention3,
+    "Transformer Engine 2.8": TransformerEngineFused,
+    "Transformer Engine 2.18": TransformerEngineFused,
+}
 SHAPES = [(64, 64, 1), (64, 64, 3), (40, 72, 2)]  # queries, keys, query heads to a KV head
 CHANNELS = 64
 

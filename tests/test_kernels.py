@@ -7,22 +7,13 @@ that demands of its arguments. benchmarks/gpu/kernels.py makes the same checks o
 import kernel_stand_ins
 import pytest
 import torch
-from kernels_common import MASKS, SHAPES, errors, masked_errors
+from kernels_common import KERNELS, MASKS, SHAPES, errors, masked_errors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers import kernels, varlen
 from megatron_tsp.layers.kernels import flash_attn, of_torch, packages
 
-KERNELS = {
-    "PyTorch": of_torch.TorchFlash,
-    "tiled": kernels.Tiled,
-    "flash-attn 2": flash_attn.FlashAttention2,
-    "flash-attn 3.0.0b1": flash_attn.FlashAttention3,
-    "flash-attn 3": flash_attn.FlashAttention3,
-    "Transformer Engine 2.8": kernels.TransformerEngineFused,
-    "Transformer Engine 2.18": kernels.TransformerEngineFused,
-}
 PACKING = [name for name in KERNELS if name.startswith("flash-attn")]
 
 
@@ -47,12 +38,15 @@ def kernel(request, monkeypatch):
 @pytest.mark.parametrize("logits", [1.0, 100.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 5e-2)]
+    ("kernel", "dtype", "bar"),
+    [
+        *((name, torch.float64, 1e-12) for name in KERNELS),
+        *((name, torch.float32, 1e-4) for name in ("PyTorch", "tiled")),  # no GPU kernel takes it
+        *((name, torch.bfloat16, 5e-2) for name in KERNELS),
+    ],
+    indirect=["kernel"],
 )
-@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
 def test_equals_fp64(kernel, dtype, bar, causal, logits):
-    if dtype == torch.float32 and kernel not in (of_torch.TorchFlash, kernels.Tiled):
-        pytest.skip("no GPU kernel takes fp32")
     for shape in SHAPES[: 2 if causal else 3]:
         for whole in (True, False):
             found = errors(kernel, shape, causal, dtype, "cpu", logits, whole)

@@ -3,10 +3,12 @@
 from functools import cache
 
 import dropout_common
+import kernel_stand_ins
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from kernels_common import KERNELS
 from layers_common import config, random, start
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
@@ -26,6 +28,7 @@ from megatron_tsp.layers import (
     mlp,
     norm,
     sinks,
+    varlen,
 )
 from megatron_tsp.layers.block import Block
 from megatron_tsp.layers.mask import Mask
@@ -200,6 +203,8 @@ class MLP(Case):
 
 #: Boundaries of each sample's documents: inside chunks, on their borders, of one token, none.
 DOCUMENTS = ((0, 5, 17, 18, 24, 40, SEQ), (0, 31, SEQ))
+#: So many that a kernel gets them in one call, if it can.
+MANY = ((0, 1, 3, 9, 10, 20, 23, 29, 31, 40, 42, SEQ), (0, 2, 4, 18, 26, 33, 35, 46, SEQ))
 
 
 KEY = 2**62 + 12345  # of the dropout
@@ -210,16 +215,17 @@ class Attention(Case):
 
     def __init__(
         self, kv_heads, scale=1.0, split=True, exchange="allgather", window=None, documents=None,
-        sinks="vanilla", heads=12, degrees=DEGREES, dropout=0.0,
+        sinks="vanilla", heads=12, degrees=DEGREES, dropout=0.0, kernel=None,
     ):  # fmt: skip
         self.kv_heads, self.scale, self.split = kv_heads, scale, split
+        self.kernel, self.channels = kernel, 8 if kernel else 4
         self.exchange, self.window, self.documents, self.sinks = exchange, window, documents, sinks
         self.heads, self.degrees, self.dropout = heads, degrees, dropout
         if sinks == "learnable":
             self.layouts = {**self.layouts, "dsinks": "rows"}
 
     def whole(self):
-        d = 4
+        d = self.channels
         kv = (SEQ, BATCH, self.kv_heads, d)
         q, dout = (random(SEQ, BATCH, self.heads, d, seed=s) for s in (0, 3))
         return q * self.scale, random(*kv, seed=1), random(*kv, seed=2), dout
@@ -238,8 +244,9 @@ class Attention(Case):
         groups = type("Groups", (), {"cp": dist.group.WORLD, "tp": None})
         window = None if self.window is None else (self.window, 0)
         settings = config(
-            1, num_attention_heads=self.heads, num_query_groups=self.kv_heads, kv_channels=4,
-            window_size=window, softmax_type=self.sinks, attention_dropout=self.dropout,
+            1, num_attention_heads=self.heads, num_query_groups=self.kv_heads,
+            kv_channels=self.channels, window_size=window, softmax_type=self.sinks,
+            attention_dropout=self.dropout,
         )  # fmt: skip
         core_attention.draw = self.draw
         for module in (kv_gather, head_exchange):
@@ -248,6 +255,9 @@ class Attention(Case):
             settings, 1, AttnMaskType.causal, "self", pg_collection=groups, exchange=self.exchange,
             sink_group=dist.group.WORLD,
         )  # fmt: skip
+        if self.kernel:
+            kernel_stand_ins.install(self.kernel)
+            core.kernel = KERNELS[self.kernel](core.kernel.scale)
         if self.sinks == "learnable":
             core.softmax_offset.data.copy_(_rows(random(self.heads, seed=7), degree, rank))
         out = core(q, k, v, None, packed_seq_params=self.packed()).view_as(q)
@@ -279,7 +289,7 @@ class Attention(Case):
         heads = [t.permute(1, 2, 0, 3) for t in (q, *(
             t.repeat_interleave(repeat, 2) for t in (k, v)
         ))]  # fmt: skip
-        scores = heads[0] @ heads[1].transpose(-1, -2) * 4**-0.5
+        scores = heads[0] @ heads[1].transpose(-1, -2) * self.channels**-0.5
         scores = scores.masked_fill(self.hidden(), -torch.inf)
         if self.sinks != "vanilla":
             logits = sinks if self.sinks == "learnable" else 0 * sinks
@@ -470,6 +480,22 @@ CASES = {
     "dropout-sinks-window-documents-alltoall": Attention(
         2, exchange="alltoall", dropout=0.5, sinks="learnable", window=9, documents=DOCUMENTS
     ),
+    "many-documents-flash-attn-2": Attention(4, documents=MANY, kernel="flash-attn 2"),
+    "many-documents-window-flash-attn-2": Attention(
+        2, documents=MANY, window=4, sinks="learnable", kernel="flash-attn 2"
+    ),
+    "many-documents-alltoall-flash-attn-3": Attention(
+        4, documents=MANY, window=6, exchange="alltoall", kernel="flash-attn 3"
+    ),
+    "many-documents-ring-flash-attn-3": Attention(
+        1, documents=MANY, exchange="ring", kernel="flash-attn 3.0.0b1"
+    ),
+    "mha-large-logits-transformer-engine": Attention(
+        12, scale=100.0, kernel="Transformer Engine 2.18"
+    ),
+    "documents-window-alltoall-transformer-engine": Attention(
+        4, documents=DOCUMENTS, window=4, exchange="alltoall", kernel="Transformer Engine 2.8"
+    ),
     "embedding": Embedding(96, streams=False),
     "embedding-table": Embedding(12, streams=True),
     "loss": Loss(chunk=1000),
@@ -555,6 +581,14 @@ def _break(what):
         Mask.tiles = lambda self, *spans: tiles(
             Mask(self.window, self.documents[:1] * BATCH), *spans
         )
+    elif what == "packed boundaries":  # the first two documents are one
+        rows = varlen._rows
+
+        def merged(*args):
+            found, longest, cumulated = rows(*args)
+            return found, 2 * longest, torch.cat((cumulated[:1], cumulated[2:]))
+
+        varlen._rows = merged
     elif what == "sinks of the first rank":
         sinks.gather = lambda own, group: own.repeat(group.size())
     elif what == "a key for each rank":
@@ -602,6 +636,7 @@ def _broken(what, degree, name):
         ("window", "window-0-alltoall"),
         ("documents", "documents"),
         ("documents of the first sample", "documents"),
+        ("packed boundaries", "many-documents-flash-attn-2"),
         ("sinks of the first rank", "sinks"),
         ("delta", "gqa-alltoall"),
         ("delta", "gqa"),
