@@ -90,6 +90,8 @@ class TSPSelfAttention(SelfAttention):
                 rotate(t, angles, self.config.rotary_interleaved, mscale)
                 for t, angles in zip((query, key), pair, strict=True)
             )
+        value = value.contiguous()  # a view would keep the packed QKV alive through the attention
+        del parts
         attend = self.core_attention
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
