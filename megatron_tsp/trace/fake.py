@@ -1,7 +1,7 @@
 """One rank of a job that is not there: a process group and tensors that have sizes and no contents.
 
-torch's fake process group answers every collective at once and moves nothing; in `FakeTensorMode`
-every operator gives a tensor of the right shape and does no arithmetic. What Megatron's training
+torch's fake process group answers every collective at once and moves nothing; in `FakeMode` every
+operator gives a tensor of the right shape and does no arithmetic. What Megatron's training
 loop asks of them and they do not have gets a stand-in here, each with its reason.
 """
 
@@ -10,64 +10,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
-
-
-class FakeMode(FakeTensorMode):
-    """`FakeTensorMode` in which ``tensor.item()`` answers 1.0, 0 or False where it cannot know."""
-
-    def __init__(self):
-        # Real tensors come in from outside, such as the states of random generators.
-        super().__init__(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
-            # The loop reads losses, norms and Adam's count, by which it divides; flags, where 0
-            # asks for nothing; and whether a loss is NaN.
-            dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-        if func is torch.ops.prim.device.default:  # asked more often than all else together
-            return args[0].fake_device
-        # The same as below, in a fraction of its time. (A constant's contents are known.)
-        if func in _OUT:
-            return kwargs["out"]
-        plain = args and isinstance(args[0], FakeTensor) and args[0].constant is None
-        if plain and func in _IN_PLACE:
-            return args[0]
-        if plain and func in _VIEWS:
-            return self._view(func, args, kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _view(self, func, args, kwargs):
-        base = args[0]
-        with in_kernel_invocation_manager(self):
-            views = func(*args, **kwargs)
-        if isinstance(views, torch.Tensor):
-            return FakeTensor(self, views, base.fake_device)
-        return [FakeTensor(self, view, base.fake_device) for view in views]
-
-
-_aten = torch.ops.aten
-# What they return is their first argument, whatever is in it.
-_IN_PLACE = {
-    _aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor,
-    _aten.mul_.Scalar, _aten.div_.Tensor, _aten.exp_.default, _aten.addmm_.default,
-    _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.square_.default,
-    _aten.scatter_add_.default, _aten.index_copy_.default, _aten.index_add_.default,
-    _aten.add_.Scalar, _aten.sqrt_.default, _aten.addcmul_.default, _aten.addcdiv_.default,
-    _aten.lerp_.Scalar,
-}  # fmt: skip
-_OUT = {_aten.mm.out, _aten.addmm.out, _aten.mul.out}
-_VIEWS = {
-    _aten.slice.Tensor, _aten.view.default, _aten.view.dtype, _aten.permute.default,
-    _aten.unbind.int, _aten.expand.default, _aten.squeeze.dim, _aten.unsqueeze.default,
-    _aten.t.default, _aten.transpose.int, _aten.select.int, _aten.split.Tensor,
-    _aten.split_with_sizes.default, _aten.detach.default, _aten.alias.default,
-}  # fmt: skip
 
 
 def start(rank: int, world: int) -> None:

@@ -1,13 +1,14 @@
 """The live bytes of a step, by what they are for, and what its operators compute."""
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from megatron_tsp.trace.memory import LiveBytes
+from megatron_tsp.trace.memory import Storages
 
 #: What memory is for. Temporaries include the buffers that shards in flight land in.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "loss")
@@ -36,8 +37,8 @@ class Peak:
     largest: list[tuple[int, int, str, str, str]] = field(default_factory=list)
 
 
-class Ledger(LiveBytes):
-    """`LiveBytes` that knows what each storage is for.
+class Ledger(Storages):
+    """`Storages` that knows what each is for. A `FakeMode` shows it every operator.
 
     Args:
         where: tells what is running: its `label` (str), `phase` (str).
@@ -59,8 +60,9 @@ class Ledger(LiveBytes):
         self.marks: list[tuple[int, str, str]] = []
         self.flops = 0
         self._kinds: dict[int, str] = {}
-        self._origins: dict[int, tuple[str, str]] = {}
-        self._operator = ""
+        self._origins: dict[int, tuple] = {}  # operator, label
+        self._operator = None
+        self._place: tuple[str, str] | None = None
         self._at_peak = False
         self._stored = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
@@ -80,17 +82,22 @@ class Ledger(LiveBytes):
         self._note_peak()
         super().__exit__(*exc)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))
-        self._operator = func.name() if hasattr(func, "name") else str(func)
-        at = len(self.timeline), self.where.label, self.where.phase
-        if not self.marks or self.marks[-1][1:] != at[1:]:
-            self.marks.append(at)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+    def before(self, func, args, kwargs) -> None:
+        """``func(*args, **kwargs)`` is about to run."""
+        self._operator = func
+        place = self.where.label, self.where.phase
+        if place != self._place:
+            self._place = place
+            self.marks.append((len(self.timeline), *place))
+        self.see(args)
+        if kwargs:
+            self.see(kwargs.values())
+
+    def after(self, func, args, kwargs, result) -> None:
+        """It gave `result`."""
+        self.see((result,))
         self.timeline.append(self.current)
-        self.flops += _flops(func, args, kwargs or {}, result)
-        return result
+        self.flops += _flops(func, args, kwargs, result)
 
     def _change(self, key, change):
         super()._change(key, change)
@@ -128,19 +135,27 @@ class Ledger(LiveBytes):
         """Describe this moment, if it is the highest so far: just before the first release."""
         if self.current <= self.peak_at.bytes:
             return
-        sizes = [
-            (size, self._kinds.get(key, ""), *self._origins.get(key, ("before the step", "")))
-            for key, (_, size) in self._storages.items()
-            if size and self._kinds.get(key) not in KINDS[:3]
-        ]
-        alike: dict[tuple, int] = {}
-        for item in sizes:
-            alike[item] = alike.get(item, 0) + 1
-        largest = sorted(((n * item[0], n, *item[1:]) for item, n in alike.items()), reverse=True)
+        alike: dict[tuple, int] = defaultdict(int)
+        for key, (_, size) in self._storages.items():
+            kind = self._kinds.get(key, "")
+            if size and kind not in KINDS[:3]:
+                operator, label = self._origins.get(key, (None, ""))
+                alike[size, kind, operator, label] += 1
+        largest = sorted(
+            (
+                (n * size, n, kind, _name(operator) or "before the step", label)
+                for (size, kind, operator, label), n in alike.items()
+            ),
+            reverse=True,
+        )
         self.peak_at = Peak(
-            self.current, dict(self.split), self.where.label, self.where.phase, self._operator,
+            self.current, dict(self.split), *(self._place or ("", "")), _name(self._operator),
             largest[:12],
         )  # fmt: skip
+
+
+def _name(operator) -> str:
+    return operator.name() if operator is not None else ""
 
 
 def _flops(func, args, kwargs, result) -> int:
@@ -151,11 +166,17 @@ def _flops(func, args, kwargs, result) -> int:
     if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         causal = args[7] if len(args) > 7 else kwargs.get("is_causal", False)
         return _attention(*args[1:3], causal, 5)  # the logits again, and four products
-    count = flop_registry.get(func._overloadpacket)
+    count = _counts.get(func, func)
+    if count is func:
+        count = _counts[func] = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0
     kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     return count(*args, **kwargs, out_val=result)
+
+
+#: Operators that have run, and what counts theirs.
+_counts: dict = {}
 
 
 def _attention(query: Tensor, key: Tensor, causal: bool, products: int) -> int:

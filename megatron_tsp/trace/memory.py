@@ -1,8 +1,8 @@
 """Live bytes of this rank's tensors, exactly, where the device keeps no statistics of its own.
 
 On CUDA ``torch.cuda.max_memory_allocated`` answers this; on CPU it reads 0. `LiveBytes` watches
-every operator's inputs and outputs and follows each *storage* (not tensor: views share one) from
-the first time it is seen to its release.
+every operator's inputs and outputs; `Storages` follows each *storage* (not tensor: views share one)
+from the first time it is seen to its release.
 """
 
 import gc
@@ -17,22 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _SHARED = None
 
 
-class LiveBytes(TorchDispatchMode):
-    """``with LiveBytes() as live: ...`` measures live tensor bytes of this process.
+class Storages:
+    """``with Storages() as live: ...`` counts the bytes of every storage that `see` was shown.
 
     Attributes:
         current: bytes alive now.
         peak: the highest `current` since the start or since `reset_peak`.
 
-    On entry it counts what exists already: parameters, gradients, optimizer state, buffers. The
-    mode follows autograd, so a backward inside the ``with`` is measured too.
+    On entry it counts what exists already: parameters, gradients, optimizer state, buffers.
 
     Counted: the size of each storage, once, however many tensors view it. Not counted: storages
     that torch's allocator does not own (NumPy arrays, memory-mapped files, shared memory), the
     scratch space inside one operator, the send and receive buffers of the communication library,
     and tensors that exist on entry but are held by C++ alone (those a graph saved for a backward)
     until an operator touches them.
-    It costs some tens of microseconds per operator: do not time what it measures.
     """
 
     def __init__(self):
@@ -53,10 +51,9 @@ class LiveBytes(TorchDispatchMode):
         for tensor in existing_tensors():
             self._see(tensor)
         self.peak = self.current
-        return super().__enter__()
+        return self
 
     def __exit__(self, *exc):
-        super().__exit__(*exc)
         torch.UntypedStorage.resize_ = self._resize
         if self._recompute is not None:
             self._recompute._get_share_storage = self._share
@@ -66,23 +63,13 @@ class LiveBytes(TorchDispatchMode):
         """Measure the peak anew from here."""
         self.peak = self.current
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # often, of fake tensors
-            return func(*args, **kwargs)
-        self._see_all(args)
-        self._see_all(kwargs.values())
-        result = func(*args, **kwargs)
-        self._see_all((result,))
-        self.peak = max(self.peak, self.current)
-        return result
-
-    def _see_all(self, values) -> None:
+    def see(self, values) -> None:
+        """Look at the tensors among `values`, and in its lists and tuples."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 self._see(value)
             elif isinstance(value, (list, tuple)):
-                self._see_all(value)
+                self.see(value)
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = _owned_storage(tensor)
@@ -124,6 +111,31 @@ class LiveBytes(TorchDispatchMode):
     def _change(self, key: int, change: int) -> None:
         """The storage `key` grew by `change` bytes."""
         self.current += change
+
+
+class LiveBytes(Storages, TorchDispatchMode):
+    """``with LiveBytes() as live: ...`` measures live tensor bytes of this process.
+
+    The mode follows autograd, so a backward inside the ``with`` is measured too. It costs some tens
+    of microseconds per operator: do not time what it measures.
+    """
+
+    def __enter__(self):
+        Storages.__enter__(self)
+        return TorchDispatchMode.__enter__(self)
+
+    def __exit__(self, *exc):
+        TorchDispatchMode.__exit__(self, *exc)
+        Storages.__exit__(self)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.see(args)
+        self.see(kwargs.values())
+        result = func(*args, **kwargs)
+        self.see((result,))
+        self.peak = max(self.peak, self.current)
+        return result
 
 
 def existing_tensors():

@@ -35,11 +35,12 @@ def trace(argv: list[str], rank: int, world: int, environment: dict[str, str]) -
 
     from megatron_tsp import traffic
     from megatron_tsp.trace import fake
+    from megatron_tsp.trace.fake_mode import FakeMode
     from megatron_tsp.training.main import run
 
     counter = traffic.install()
     fake.start(rank, world)
-    tracer = _Tracer(fake.FakeMode(), counter)
+    tracer = _Tracer(FakeMode(), counter)
     training.setup_model_and_optimizer = tracer.setup(training.setup_model_and_optimizer)
     training.build_train_valid_test_data_iterators = tracer.data
     training.train_step = tracer.step(training.train_step)
@@ -158,7 +159,7 @@ class _Tracer:
         ledger.own(self._gradients(), "gradients")
         ledger.own(self._parameters(), "parameters")
         self.counter.reset()
-        with self.mode, ledger:
+        with ledger, self.mode.shown_to(ledger):
             before = dict(ledger.split)
             run()
         sent = self.counter.snapshot()
