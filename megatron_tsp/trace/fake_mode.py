@@ -6,6 +6,7 @@ were met before: `FakeMode` asks it once for each, and remembers.
 """
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
-_empty_strided = _aten.empty_strided.default
+_empty_strided = torch._C._VariableFunctions.empty_strided  # CPU mode replaces torch's
 
 
 class FakeMode(FakeTensorMode):
@@ -24,11 +25,9 @@ class FakeMode(FakeTensorMode):
         # Real tensors come in from outside, such as the states of random generators.
         super().__init__(allow_non_fake_inputs=True)
         self._ledger = None
-        #: By operator and what its arguments look like: the size, stride and dtype of its results.
-        self._known: dict[tuple, tuple] = {}
-        with torch._C._DisableTorchDispatch():
-            elem = _empty(((0,), (1,), torch.float32))
-            self._state = dict(FakeTensor(self, elem, _CPU).__dict__)
+        #: By operator and what its arguments look like: what its result looks like.
+        self._known: dict[tuple, _Look | list[_Look] | None] = {}
+        self._state = dict(FakeTensor(self, _empty((0,), (1,), torch.float32), _CPU).__dict__)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -36,8 +35,8 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def shown_to(self, ledger):
-        """``with mode.shown_to(ledger)``: the mode, in which `ledger.before` and `ledger.after`
-        every operator are called with it."""
+        """``with mode.shown_to(ledger)``: the mode, which calls `ledger.before` and `ledger.after`
+        every operator."""
         self._ledger = ledger
         try:
             with self:
@@ -61,48 +60,50 @@ class FakeMode(FakeTensorMode):
             self._ledger = ledger
 
     def _run(self, func, types, args, kwargs):
+        if func in _OUT:
+            return kwargs["out"]
         if func is _aten._local_scalar_dense.default and args[0].constant is None:
             # The loop reads losses, norms and Adam's count, by which it divides; flags, where 0
             # asks for nothing; and whether a loss is NaN.
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-        if func in _OUT:
-            return kwargs["out"]
-        plain = args and type(args[0]) is FakeTensor and args[0].constant is None
-        if plain and func in _IN_PLACE:
-            return args[0]
-        if plain and func in _VIEWS:
-            return self._view(func, args, kwargs)
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
         key = _key(func, args, kwargs)
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        known = self._known.get(key)
-        if known is None:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            self._known[key] = _looks(func, args, result)
-            return result
-        if not known:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        with torch._C._DisableTorchDispatch():
-            made = [self._fake(_empty(look)) for look in known]
-        return made[0] if len(made) == 1 else tuple(made)
+        if func in _IN_PLACE:
+            return args[0]
+        look = self._known.get(key)
+        if type(look) is _Look:
+            return self._like(look, args)
+        if look is not None:
+            return [self._like(one, args) for one in look]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if key not in self._known:
+            self._known[key] = _look(func, args, result)
+        return result
 
-    def _view(self, func, args, kwargs):
+    def _collective(self, func, args, kwargs):
+        """It gives what it was given, and something to wait for."""
         # torch's in_kernel_invocation_manager
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
             self.in_kernel_invocation = True
             torch._C._set_meta_in_tls_dispatch_include(True)
             try:
-                views = func(*args, **kwargs)
+                return func(*args, **kwargs)
             finally:
                 self.in_kernel_invocation = False
-        with torch._C._DisableTorchDispatch():
-            if isinstance(views, torch.Tensor):
-                return self._fake(views)
-            return [self._fake(view) for view in views]
 
-    def _fake(self, elem: torch.Tensor) -> FakeTensor:
-        """What ``FakeTensor(self, elem, "cpu")`` makes."""
+    def _like(self, look, args) -> FakeTensor:
+        """A result that looks like this."""
+        size, stride, dtype, offset = look
+        if offset is None:
+            elem = _empty(size, stride, dtype)
+        else:
+            elem = _empty((0,), (1,), dtype)
+            elem.set_(args[0].untyped_storage(), offset, size, stride)
+        # what FakeTensor(self, elem, "cpu") makes
         made = torch.Tensor._make_subclass(
             FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=_CPU
         )
@@ -111,13 +112,21 @@ class FakeMode(FakeTensorMode):
         return made
 
 
-def _empty(look) -> torch.Tensor:
-    size, stride, dtype = look
+class _Look(NamedTuple):
+    """`offset`: of a view of the first argument, in its storage; None if it has its own."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int | None
+
+
+def _empty(size, stride, dtype) -> torch.Tensor:
     return _empty_strided(size, stride, dtype=dtype, device="meta")
 
 
 def _key(func, args, kwargs) -> tuple | None:
-    """What the result depends on, if that is all in the looks of fake tensors and in numbers."""
+    """What the result depends on, if that is no more than looks of fake tensors and numbers."""
     key = [func]
     if not _add(key, args):
         return None
@@ -135,7 +144,7 @@ def _add(key: list, values) -> bool:
         if kind is FakeTensor:
             if value.constant is not None:
                 return False
-            key += (value.shape, value.stride(), value.dtype)
+            key += (value.shape, value.stride(), value.dtype, value.storage_offset())
         elif kind is list or kind is tuple:
             key.append(len(value))
             if not _add(key, value):
@@ -152,26 +161,21 @@ _PLAIN = {
 }  # fmt: skip
 
 
-def _looks(func, args, result) -> tuple:
-    """(size, stride, dtype) of each result; () if a result is more than that."""
-    if func._schema.is_mutable or any(r.alias_info for r in func._schema.returns):
-        return ()
-    results = result if isinstance(result, tuple) else (result,)
+def _look(func, args, result) -> _Look | list[_Look] | None:
+    """How the result looks, or each of several; None if there is more to it."""
+    if isinstance(result, (list, tuple)):
+        looks = [_look(func, args, one) for one in result]
+        return None if None in looks else looks
+    if type(result) is not FakeTensor or result.constant is not None or func._schema.is_mutable:
+        return None
+    storage = result.untyped_storage()
+    look = _Look(tuple(result.shape), result.stride(), result.dtype, None)
+    if func in _VIEWS:
+        return look._replace(offset=result.storage_offset())
     given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)}
-    looks = []
-    for one in results:
-        if type(one) is not FakeTensor or one.constant is not None or one.fake_device != _CPU:
-            return ()
-        if one.requires_grad or one.storage_offset() or one.layout != torch.strided:
-            return ()
-        storage = one.untyped_storage()
-        look = (tuple(one.shape), one.stride(), one.dtype)
-        with torch._C._DisableTorchDispatch():
-            plain = _empty(look)
-        if storage._cdata in given or storage.nbytes() != plain.untyped_storage().nbytes():
-            return ()
-        looks.append(look)
-    return tuple(looks)
+    whole = _empty(*look[:3]).untyped_storage().nbytes() == storage.nbytes()
+    plain = whole and storage._cdata not in given and result.fake_device == _CPU
+    return look if plain else None
 
 
 # What they return is their first argument, whatever is in it.
