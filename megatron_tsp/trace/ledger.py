@@ -60,7 +60,7 @@ class Ledger(Storages):
         self.marks: list[tuple[int, str, str]] = []
         self.flops = 0
         self._kinds: dict[int, str] = {}
-        self._origins: dict[int, tuple] = {}  # operator, label
+        self._origins: dict[int, tuple] = {}  # operator, label; not of what is owned
         self._operator = None
         self._place: tuple[str, str] | None = None
         self._at_peak = False
@@ -89,15 +89,26 @@ class Ledger(Storages):
         if place != self._place:
             self._place = place
             self.marks.append((len(self.timeline), *place))
-        self.see(args)
+        self._see_new(args)
         if kwargs:
-            self.see(kwargs.values())
+            self._see_new(kwargs.values())
 
     def after(self, func, args, kwargs, result) -> None:
         """It gave `result`."""
         self.see((result,))
         self.timeline.append(self.current)
         self.flops += _flops(func, args, kwargs, result)
+
+    def _see_new(self, values) -> None:
+        """As `see`, once for each tensor: an operator that resizes one gives it as its result."""
+        for value in values:
+            if isinstance(value, Tensor):
+                marks = value.__dict__
+                if marks.get("_seen_by") is not self:
+                    marks["_seen_by"] = self
+                    self._see(value)
+            elif isinstance(value, (list, tuple)):
+                self._see_new(value)
 
     def _change(self, key, change):
         super()._change(key, change)
@@ -136,11 +147,10 @@ class Ledger(Storages):
         if self.current <= self.peak_at.bytes:
             return
         alike: dict[tuple, int] = defaultdict(int)
-        for key, (_, size) in self._storages.items():
-            kind = self._kinds.get(key, "")
-            if size and kind not in KINDS[:3]:
-                operator, label = self._origins.get(key, (None, ""))
-                alike[size, kind, operator, label] += 1
+        for key, origin in self._origins.items():
+            size = self._storages[key][1]
+            if size:
+                alike[(size, self._kinds[key], *origin)] += 1
         largest = sorted(
             (
                 (n * size, n, kind, _name(operator) or "before the step", label)

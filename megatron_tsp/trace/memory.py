@@ -104,9 +104,11 @@ class Storages:
             self._change(storage._cdata, -known[1])
 
     def _release(self, key: int) -> None:
-        known = self._storages.pop(key, None)
-        if known is not None and known[1] is not _SHARED:
-            self._change(key, -known[1])
+        known = self._storages.get(key)
+        if known is not None:
+            if known[1] is not _SHARED:
+                self._change(key, -known[1])
+            del self._storages[key]
 
     def _change(self, key: int, change: int) -> None:
         """The storage `key` grew by `change` bytes."""
