@@ -1,8 +1,8 @@
 """Tensors that have sizes and no contents, made fast.
 
-torch's `FakeTensorMode` says what every operator gives. It takes some 200 microseconds to say so, and
-a step of a large model has hundreds of thousands of operators, nearly all of them on shapes that
-were met before: `FakeMode` asks it once for each, and remembers.
+torch's `FakeTensorMode` says what every operator gives, and takes some 200 microseconds for it. A
+step of a large model has hundreds of thousands of operators, nearly all of them on shapes that were
+met before: `FakeMode` asks once for each, and remembers.
 """
 
 import contextlib
