@@ -74,12 +74,12 @@ def test_what_a_layer_keeps_leaves_and_comes_back(reference, tmp_path):
     tokens = 2 * SEQ_LENGTH // 2
     unit = tokens * 64 * 4  # bytes of [s/D, b, h]
     # Megatron leaves the last layer where it is: it is wanted first.
-    # Moved are x; q, k, v, out and the log-sum-exp of 8 heads; out again; and the MLP's input.
+    # Moved are x; q, k and v packed, out, the log-sum-exp of 8 heads; out again; the MLP's input.
     sizes = {"core_attn": 4 * unit + tokens * 8 * 4, "attn_proj": unit, "mlp_norm": unit}
     for rank in (0, 1):
         found = _moved(tmp_path / "moved", rank)
         assert found.pop("there") == 0, "nothing else holds on to what was moved"
-        assert found.pop("moved") == 2 * (1 + 5 + 1 + 1)
+        assert found.pop("moved") == 2 * (1 + 4 + 1 + 1)
         assert found == {"qkv_linear": unit, **sizes}
 
 
