@@ -9,10 +9,12 @@ import importlib.util
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 
+from megatron.core.extensions import transformer_engine
+
+from megatron_tsp.checkpoint import check_checkpoint
 from megatron_tsp.checks import (
     attention_kernel,
     check_attention,
-    check_checkpoint,
     check_context_parallel,
     check_offload,
     check_sizes,
@@ -289,7 +291,18 @@ def describe(args: Namespace) -> str:
     }[options.blocks]
     return (
         f"TSP: groups of {degree} ranks, each with 1/{degree} of the weights and {tokens}, {rest}. "
-        f"Weights that travel: {', '.join(travels)}{_kernel(args)}"
+        f"Weights that travel: {', '.join(travels)}{_kernel(args)}. "
+        f"{_libraries(args)}"
+    )
+
+
+def _libraries(args: Namespace) -> str:
+    """What is whose, where another library has it too."""
+    te = args.transformer_impl == "transformer_engine" and transformer_engine.HAVE_TE
+    dw = "Apex's kernel" if args.gradient_accumulation_fusion else "PyTorch"
+    return (
+        f"Attention kernel: {attention_kernel(args).__name__}; norms that stand alone: "
+        f"{'Transformer Engine' if te else 'TSP'}'s; dW summed by {dw}"
     )
 
 

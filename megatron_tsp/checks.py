@@ -1,11 +1,10 @@
-"""What the flags say together: sizes that D does not fit, masks, exchanges, saved optimizer state.
+"""What the flags say together: sizes that D does not fit, masks, exchanges, offloading.
 
 Each check raises `TSPError`, with the nearest sizes that fit, or with what to do instead. Flags
 that are refused whatever the others say are in `refusals.py`.
 """
 
 from argparse import Namespace
-from pathlib import Path
 
 import torch
 from megatron.core.extensions import transformer_engine
@@ -45,6 +44,7 @@ def check_sizes(args: Namespace) -> None:
             zigzag.chunk_length(args.seq_length, degree * args.context_parallel_size)
         except TSPError as error:
             raise TSPError(f"--seq-length with --tsp-size {degree}{beside}: {error}") from None
+    _check_validation(args)
     masks = "--eod-mask-loss" if args.eod_mask_loss else "--sft" if args.sft else None
     if args.context_parallel_size > 1 and masks and not args.calculate_per_token_loss:
         raise TSPError(
@@ -80,6 +80,17 @@ def _check_heads(args: Namespace, heads: int) -> None:
             f"the QKV weight has {rows * channels} rows, ({queries} + 2 x {groups}) heads of "
             f"{channels}, which --tsp-size {degree} does not divide: the nearest --kv-channels are "
             f"{near}"
+        )
+
+
+def _check_validation(args: Namespace) -> None:
+    """Whole validation sets end in a micro-batch of what is left."""
+    samples = args.eval_micro_batch_size or args.micro_batch_size or 1
+    if args.full_validation and samples > 1 and args.tsp_size > 1:
+        raise TSPError(
+            f"--full-validation in micro-batches of {samples}: the last one of a set may be "
+            "smaller, and Megatron's other tensor-parallel ranks take it for a whole one; pass "
+            "--eval-micro-batch-size 1"
         )
 
 
@@ -263,46 +274,3 @@ def check_offload(args: Namespace) -> None:
             f"--offload-modules {' '.join(experts)}: only grouped experts move these; add "
             "--num-experts and --moe-grouped-gemm, or drop them"
         )
-
-
-def check_checkpoint(args: Namespace) -> None:
-    """Refuse optimizer state that only the kind of run that saved it can read."""
-    skips = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
-    if not getattr(args, "load", None) or skips:
-        return
-    tracker = Path(args.load, "latest_checkpointed_iteration.txt")
-    if not tracker.is_file() or not (iteration := tracker.read_text().strip()).isdigit():
-        return
-    from megatron.core.dist_checkpointing import load_common_state_dict
-
-    folder = Path(args.load, f"iter_{int(getattr(args, 'ckpt_step', None) or iteration):07d}")
-    common = load_common_state_dict(str(folder))
-    metadata = common.get("content_metadata")  # None of an older Megatron
-    layout = (metadata or {}).get("distrib_optim_sharding_type", "")
-    if metadata is not None and bool(layout) != args.use_distributed_optimizer:
-        raise TSPError(
-            f"--load {args.load}: its optimizer state is saved {'with' if layout else 'without'} "
-            "--use-distributed-optimizer, and Megatron does not convert it. Go on as it was saved, "
-            "or pass --no-load-optim"
-        )
-    if layout and not layout.startswith("fully"):
-        raise TSPError(
-            f"--load {args.load}: its optimizer state is saved as {layout}, which TSP cannot read. "
-            "Save it once with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
-        )
-    saved = common.get("args")
-    if saved is not None and _experts_apart(saved) != _experts_apart(args):
-        raise TSPError(
-            f"--load {args.load}: only one of the checkpoint and this run has an optimizer of its "
-            "own for the experts, and Megatron does not convert between the two. Pass "
-            "--no-load-optim, or save with --expert-model-parallel-size above 1, or with "
-            "--expert-tensor-parallel-size other than --tensor-model-parallel-size"
-        )
-
-
-def _experts_apart(args: Namespace) -> bool:
-    """Whether Megatron reduces and updates expert weights apart from the others."""
-    if not args.num_experts:
-        return False
-    apart = args.expert_tensor_parallel_size != args.tensor_model_parallel_size
-    return args.expert_model_parallel_size > 1 or apart

@@ -55,6 +55,19 @@ def test_tsp_size_implies_tensor_and_sequence_parallelism_without_a_mask():
     assert "16 of 64 tokens" in arguments.describe(args)
 
 
+def test_the_log_says_whose_kernels_are_used(monkeypatch):
+    args = _parse("--tsp-size", "4")
+    assert args.transformer_impl == "transformer_engine", "Megatron's default"
+    kernel = "Attention kernel: TorchFlash; norms that stand alone: "
+    assert f"{kernel}TSP's; dW summed by PyTorch" in arguments.describe(args)
+    monkeypatch.setattr(arguments.transformer_engine, "HAVE_TE", True)
+    args.gradient_accumulation_fusion = True
+    said = arguments.describe(args)
+    assert f"{kernel}Transformer Engine's; dW summed by Apex's kernel" in said
+    args.transformer_impl = "local"
+    assert f"{kernel}TSP's" in arguments.describe(args)
+
+
 def test_without_it_nothing_changes():
     before = vars(_megatrons_parser().parse_args([]))
     args = vars(_parse())
@@ -106,6 +119,8 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
         (("--tsp-size=2", "--tsp-loss-chunk=8", "--tsp-blocks=mlp"), {}, "--tsp-loss-chunk does"),
         (("--tsp-size=2", "--tsp-mlp-save-activations", "--tsp-blocks=attention"), {},
          "--tsp-mlp-save-activations does nothing with --tsp-blocks attention"),
+        (("--tsp-size=2", "--full-validation", "--eval-micro-batch-size=2"), {},
+         "--full-validation in micro-batches of 2"),
         (("--tsp-size=2", "--window-size=8,4"), {}, "--window-size 8,4: attention is causal"),
         (("--tsp-size=2", "--window-size=-2,0"), {}, "a window is L,0"),
         (("--tsp-size=2", "--reset-attention-mask", "--dataloader-inter-document-masking"), {},
