@@ -19,6 +19,7 @@ from megatron_tsp.checks import (
     check_offload,
     check_sizes,
 )
+from megatron_tsp.checks_hybrid import check_hybrid
 from megatron_tsp.errors import TSPError
 from megatron_tsp.exchanges import Shape, cheapest
 from megatron_tsp.layers.kernels import Tiled
@@ -199,6 +200,7 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     refuse_combinations(args)
     refuse_unknown(written, flags)
     check_attention(args)
+    check_hybrid(args)
     check_sizes(args)
     check_offload(args)
 
@@ -213,6 +215,7 @@ def check(args: Namespace) -> None:
         return
     refuse(args)
     check_attention(args)
+    check_hybrid(args)
     check_sizes(args)
     check_checkpoint(args)
     if args.tensor_model_parallel_size != args.tsp_size:

@@ -31,7 +31,7 @@ def check_sizes(args: Namespace) -> None:
         if size and size % degree:
             raise TSPError(
                 f"{flag} {size} is not divisible by --tsp-size {degree}: the nearest are "
-                f"{_nearest(size, lambda n: n % degree == 0)}"
+                f"{nearest(size, lambda n: n % degree == 0)}"
             )
     if heads:
         _check_heads(args, heads)
@@ -69,13 +69,13 @@ def _check_heads(args: Namespace, heads: int) -> None:
     if groups % degree and degree % groups:
         raise TSPError(
             f"--num-query-groups {groups} neither divides --tsp-size {degree} nor is a multiple "
-            f"of it, as Megatron's sharding of QKV needs: the nearest are {_nearest(groups, fits)}"
+            f"of it, as Megatron's sharding of QKV needs: the nearest are {nearest(groups, fits)}"
         )
     channels = args.kv_channels or (args.hidden_size or 0) // heads
     queries = 2 * heads if args.attention_output_gate else heads
     rows = queries + 2 * groups
     if rows * channels % degree:
-        near = _nearest(channels, lambda n: rows * n % degree == 0)
+        near = nearest(channels, lambda n: rows * n % degree == 0)
         raise TSPError(
             f"the QKV weight has {rows * channels} rows, ({queries} + 2 x {groups}) heads of "
             f"{channels}, which --tsp-size {degree} does not divide: the nearest --kv-channels are "
@@ -105,7 +105,7 @@ def _check_world(args: Namespace) -> None:
         sizes += f" x --context-parallel-size {context}" if context > 1 else ""
         raise TSPError(
             f"{args.world_size} ranks are not a multiple of {sizes}: "
-            f"the nearest are {_nearest(args.world_size, lambda n: n % ranks == 0)}"
+            f"the nearest are {nearest(args.world_size, lambda n: n % ranks == 0)}"
         )
 
 
@@ -115,7 +115,7 @@ def _check_experts(args: Namespace) -> None:
     if experts and experts % spread:
         raise TSPError(
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {spread}: "
-            f"the nearest are {_nearest(experts, lambda n: n % spread == 0)}"
+            f"the nearest are {nearest(experts, lambda n: n % spread == 0)}"
         )
     ranks = args.world_size // args.pipeline_model_parallel_size
     width = args.expert_tensor_parallel_size or 1
@@ -124,29 +124,9 @@ def _check_experts(args: Namespace) -> None:
             f"--expert-model-parallel-size {spread} x --expert-tensor-parallel-size {width} does "
             f"not divide the {ranks} ranks of a pipeline stage"
         )
-    if experts:
-        _check_experts_of_stages(args)
 
 
-def _check_experts_of_stages(args: Namespace) -> None:
-    """A hybrid model's pattern may leave pipeline ranks without experts."""
-    pattern = (args.hybrid_layer_pattern or args.hybrid_override_pattern or "").split("/")[0]
-    balance, stages = args.moe_aux_loss_coeff, args.pipeline_model_parallel_size
-    reported = args.moe_z_loss_coeff or any(balance if isinstance(balance, list) else [balance])
-    segments = pattern.split("|")
-    if len(segments) == 1:  # Megatron cuts it evenly
-        length = max(1, len(pattern) // stages)
-        segments = [pattern[at : at + length] for at in range(0, len(pattern), length)]
-    ranks = ["".join(segments[rank::stages]) for rank in range(stages)]
-    if pattern and reported and not all("E" in layers for layers in ranks):
-        raise TSPError(
-            f"--hybrid-layer-pattern {pattern}: where a pipeline rank has no expert layer (E), "
-            "Megatron's report of the auxiliary losses hangs. Give each one, or drop "
-            "--moe-aux-loss-coeff and --moe-z-loss-coeff"
-        )
-
-
-def _nearest(size: int, fits) -> str:
+def nearest(size: int, fits) -> str:
     """The next smaller and the next larger number that fits, as text."""
     found = [next(filter(fits, range(size - 1, 0, -1)), None),
              next(filter(fits, range(size + 1, 16 * size + 10**4)), None)]  # fmt: skip
@@ -244,7 +224,7 @@ def _check_exchanged_heads(args: Namespace, exchange: str) -> None:
         raise TSPError(
             f"{exchange} gives each rank some of the heads: --num-attention-heads {heads} is not "
             f"divisible by {tensor} x {context} ranks: the nearest are "
-            f"{_nearest(heads, lambda n: n % ranks == 0)}. Or use allgather"
+            f"{nearest(heads, lambda n: n % ranks == 0)}. Or use allgather"
         )
 
 

@@ -61,6 +61,10 @@ _REFUSED_FLAGS = {
     "tp_comm_overlap": ("--tp-comm-overlap", "it needs Transformer Engine"),
     "batch_invariant_mode": ("--batch-invariant-mode", "its kernels are GPU kernels"),
     "moe_grouped_gemm": ("--moe-grouped-gemm", "its kernels are GPU kernels"),
+    "mamba_training_ssm_states_dtype": (
+        "--mamba-training-ssm-states-dtype",
+        "states are in fp32",
+    ),
     "optimizer_cpu_offload": ("--optimizer-cpu-offload", "all memory is the CPU's"),
     "cpu_offloading_num_layers": ("--cpu-offloading-num-layers", "all memory is the CPU's"),
     "fine_grained_activation_offloading": (
@@ -116,10 +120,12 @@ def engage() -> bool:
     for owner, name, stand_in in cpu_torch.stand_ins():
         _replace(owner, name, stand_in)
     _engaged = True
-    from megatron_tsp import cpu_megatron  # imports Megatron: torch must be ready
+    from megatron_tsp import cpu_megatron, cpu_recurrent  # import Megatron: torch must be ready
 
     for owner, name, stand_in in cpu_megatron.stand_ins():
         _replace(owner, name, stand_in, everywhere=True)
+    for owner, name, stand_in in cpu_recurrent.stand_ins():
+        _replace(owner, name, stand_in)
     wheel.fill_gaps()
     if int(os.environ.get("RANK", "0")) == 0:
         print(
@@ -166,6 +172,8 @@ def check_flags(args) -> None:
             _refuse_flag(flag if given is True else " ".join([flag, *map(str, words)]), reason)
     if getattr(args, "moe_token_dispatcher_type", None) == "flex":
         _refuse_flag("--moe-token-dispatcher-type flex", "DeepEP and HybridEP are GPU libraries")
+    if not getattr(args, "use_mamba_mem_eff_path", True):
+        _refuse_flag("--disable-mamba-mem-eff-path", "its other path is for GPUs")
     if getattr(args, "profile", False) and not args.use_pytorch_profiler:
         _refuse_flag("--profile", "Nsight profiles a GPU; add --use-pytorch-profiler")
 

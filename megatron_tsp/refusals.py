@@ -187,9 +187,6 @@ REFUSED = (
 
 #: Layers that a hybrid pattern may name and TSP does not carry.
 REFUSED_LAYERS = {
-    "M": "Mamba layers scan the sequence in its order, and TSP's tokens are in zigzag order",
-    "G": "gated delta net layers scan the sequence in its order, and TSP's tokens are in zigzag "
-         "order",
     "D": _MLA,
     "+": _MLA,
 }  # fmt: skip

@@ -39,6 +39,11 @@ CARRIED = {
         rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings
         yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
     """,
+    "layers that scan the sequence": """
+        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
+        mamba_training_ssm_states_dtype linear_conv_kernel_dim linear_key_head_dim
+        linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    """,
     "parallelism": """
         tensor_model_parallel_size sequence_parallel create_attention_mask_in_dataloader
         pipeline_model_parallel_size virtual_pipeline_model_parallel_size
@@ -142,8 +147,7 @@ PART_OF = {
         dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
         dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
         dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
-        linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-        linear_num_value_heads experimental_attention_variant_loss_scale_func
+        experimental_attention_variant_loss_scale_func
     """,
     "use_mup": """
         mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
@@ -376,6 +380,7 @@ WITHOUT_EFFECT = {
         inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
         inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
         flash_decode nccl_all_reduce_for_prefill mlp_chunks_for_prefill
+        mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
     """,
     "not read by Megatron's GPT, or another name of one above": """
         apply_residual_connection_post_layernorm openai_gelu onnx_safe bert_binary_head
@@ -383,11 +388,6 @@ WITHOUT_EFFECT = {
         checkpoint_activations deprecated_use_mcore_models enable_experimental rope_type
         relative_attention_num_buckets relative_attention_max_distance lazy_mpu_init
         disable_msc_deprecated enable_msc
-    """,
-    "Mamba layers, which a pattern with TSP does not name": """
-        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
-        mamba_training_ssm_states_dtype mamba_inference_conv_states_dtype
-        mamba_inference_ssm_states_dtype
     """,
     "other models: BERT, retrieval, vision": """
         ict_head_size biencoder_projection_dim biencoder_shared_query_context_model ict_load

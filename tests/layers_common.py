@@ -42,6 +42,15 @@ def config(degree: int, **changes) -> TransformerConfig:
     return TransformerConfig(**{**settings, **changes})
 
 
+def sent(counter) -> dict:
+    """The bytes that a `traffic.Counter` counted, {block: bytes}; it starts again."""
+    sums = {}
+    for (_, _, block), size in counter.snapshot(exact=True).items():
+        sums[block] = sums.get(block, 0) + size
+    counter.reset()
+    return {block: size for block, size in sums.items() if size}
+
+
 def random(*shape, seed=0, dtype=torch.float64):
     """The same numbers on every rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)

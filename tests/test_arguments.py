@@ -123,6 +123,13 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
          "--full-validation in micro-batches of 2"),
         (("--tsp-size=2", "--window-size=8,4"), {}, "--window-size 8,4: attention is causal"),
         (("--tsp-size=2", "--window-size=-2,0"), {}, "a window is L,0"),
+        (("--tsp-size=3", "--hybrid-layer-pattern=M*-G", "--linear-num-key-heads=4"), {},
+         "--linear-num-key-heads 4 is not divisible by the 3 ranks of a sequence, --tsp-size 3 x "
+         "--context-parallel-size 1: the nearest are 3 or 6"),
+        (("--tsp-size=2", "--hybrid-layer-pattern=M*", "--mamba-num-heads=6",
+          "--context-parallel-size=2"), {}, "--mamba-num-heads 6 is not divisible by the 4 ranks"),
+        (("--tsp-size=2", "--hybrid-layer-pattern=M*", "--mamba-num-groups=3"), {},
+         "--mamba-num-groups 3 is not divisible by --tsp-size 2: the nearest are 2 or 4"),
         (("--tsp-size=2", "--reset-attention-mask", "--dataloader-inter-document-masking"), {},
          "drop --reset-attention-mask"),
         (("--tsp-baseline-core", "--reset-attention-mask", "--context-parallel-size=2"), {},
@@ -166,6 +173,19 @@ def test_what_is_not_kept_cannot_be_offloaded(monkeypatch, argv, installed, mess
     monkeypatch.setattr(transformer_engine, "cpu_offload", installed)
     with pytest.raises(TSPError, match=message) if message else nullcontext():
         _parse(*OFFLOAD, *argv)
+
+
+@pytest.mark.parametrize(
+    ("found", "symbol", "package"),
+    [
+        ("gated_delta_net.common.HAVE_FLA", "G", "flash-linear-attention"),
+        ("mamba_mixer.HAVE_MAMBA_SSM", "M", "mamba-ssm"),
+    ],
+)
+def test_layers_whose_kernels_are_missing_are_refused(monkeypatch, found, symbol, package):
+    monkeypatch.setattr(f"megatron.core.ssm.{found}", False)
+    with pytest.raises(TSPError, match=f"kernels of {symbol} are in {package}, which is not inst"):
+        _parse("--tsp-size=2", f"--hybrid-layer-pattern=*-{symbol}")
 
 
 #: Where the flag's type or choices do not say which value is not carried.

@@ -183,6 +183,7 @@ def test_a_tsp_user_sees_the_tsp_refusal(flags, message, monkeypatch):
         ({"record_memory_history": True}, "--record-memory-history"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"use_mamba_mem_eff_path": False}, "--disable-mamba-mem-eff-path:"),
         ({"high_priority_stream_groups": ["dp", "pp"]}, "--high-priority-stream-groups dp pp:"),
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
         ({"profile": True, "use_pytorch_profiler": False}, "--profile"),

@@ -6,12 +6,12 @@ CPU does not have. `test_a_pattern_of_pairs_is_a_gpt` ties it to Megatron's GPT.
 """
 
 import re
+from functools import partial
 
 import pytest
 from experts import same_experts
 from ranks import RankFailed
-from reference import assert_same, references
-from training import train
+from training import assert_same, train
 
 from megatron_tsp.layers.kv_gather import _Layout
 
@@ -21,12 +21,21 @@ EXPERTS = (
     f"{ATTENTION} *E-*E --num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.05 "
     "--moe-shared-expert-intermediate-size 64"
 )
+RECURRENT = (
+    "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
+    "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 4 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 16 "
+    f"{ATTENTION} MG*-"
+)
 CORE = "--tsp-baseline-core"
 EP = "--tsp-size {0} --expert-model-parallel-size {0} --moe-token-dispatcher-type alltoall"
 SAVE = "--save {0}/ckpt --save-interval 3 --ckpt-format torch_dist"
 LOAD = "--load {0}/ckpt --ckpt-format torch_dist --no-load-rng"
 
-reference = references(before=same_experts, model="hybrid")
+
+@pytest.fixture
+def reference(reference):
+    return partial(reference, before=same_experts, model="hybrid")
 
 
 def _run(folder, world, flags, before=same_experts, exits=False):
@@ -69,6 +78,44 @@ def test_a_run_flips_in_the_middle(reference, tmp_path):
     assert_same(joined, reference(f"{EXPERTS} {CORE}"))
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(TP 1's steps, a folder with its third one)."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    return _run(folder, 1, f"{RECURRENT} {CORE} {SAVE.format(folder)}"), folder
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (4, "--tsp-size 4 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1"),
+        (4, "--tsp-size 2 --context-parallel-size 2"),
+        (4, "--tsp-size 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"),
+        (2, "--tsp-size 2 --tsp-blocks mlp"),
+    ],
+)  # fmt: skip
+def test_mamba_and_gated_delta_nets_go_on_from_tp_1(saved, tmp_path, world, flags):
+    """From a checkpoint: their own parameters start from other numbers at other sizes."""
+    whole, folder = saved
+    ranks = _run(tmp_path, world, f"{RECURRENT} {flags} {LOAD.format(folder)} --ckpt-step 3")
+    assert_same(ranks, [whole[0][3:]])
+
+
+def test_mamba_and_gated_delta_nets_flip_back(saved, tmp_path):
+    """TP 1, then TSP x DP, then TP."""
+    whole, folder = saved
+    loading = f"--tsp-size 2 {LOAD.format(folder)} --ckpt-step 3"
+    saving = f"--save {tmp_path}/ckpt --save-interval 5 --exit-interval 5"
+    middle = _run(tmp_path / "tsp", 4, f"{RECURRENT} {loading} {saving}", exits=True)
+    rest = _run(
+        tmp_path / "tp", 2,
+        f"{RECURRENT} {CORE} --tensor-model-parallel-size 2 --sequence-parallel "
+        f"{LOAD.format(tmp_path)}",
+    )  # fmt: skip
+    assert_same([[*middle[0], *rest[0]]], [whole[0][3:]])
+
+
 def _wrong_keys():
     before = _Layout.before
     _Layout.before = lambda self, chunk: [
@@ -85,9 +132,7 @@ def test_twin_that_is_broken_on_purpose_differs(reference, tmp_path):
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [
-        ("hybrid", "--tsp-size 2 --hybrid-layer-pattern M-*-", "M-*-: M does not work with --tsp"),
-        ("hybrid", "--tsp-size 2 --hybrid-layer-pattern G-*-", "G does not work with --tsp-size"),
-        ("hybrid", "--tsp-size 2 --hybrid-layer-pattern +-", "+ does not work with --tsp-size"),
+        ("hybrid", "--tsp-size 2 --hybrid-layer-pattern +-", "+-: + does not work with --tsp-size"),
         ("hybrid", "--tsp-size 1", "needs --hybrid-layer-pattern"),
         ("hybrid", "--hybrid-layer-pattern *-", "pass --tsp-size D or --tsp-baseline-core"),
         ("gpt", "--hybrid-layer-pattern *-*-", "use megatron_tsp.pretrain_hybrid"),

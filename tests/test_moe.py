@@ -1,5 +1,6 @@
 """Mixtures of experts: experts spread over the TSP group, through `pretrain`, against TP 1."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,7 @@ from experts import same_experts
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.experts import SequentialMLP
 from ranks import RankFailed
-from reference import assert_same, references
-from training import losses, train
+from training import assert_same, losses, train
 
 from megatron_tsp import gradients
 from megatron_tsp.errors import TSPError
@@ -42,7 +42,9 @@ EP = "--tsp-size {0} --expert-model-parallel-size {0}"
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 
 
-reference = references(before=same_experts)
+@pytest.fixture
+def reference(reference):
+    return partial(reference, before=same_experts)
 
 
 def _run(folder, world, flags, before=same_experts):

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from layers_common import config, random, start
+from layers_common import config, random, sent, start
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from ranks import run
@@ -43,22 +43,14 @@ def _layer(degree, dispatcher, moe, also=None):
     y, _ = layer(x, None)
     if also:
         also(layer)
-    forward = _sent(counter)
+    forward = sent(counter)
     y.sum().backward()
     pairs = None
     if moe and dispatcher == "alltoall":
         splits = layer.mlp.token_dispatcher
         mine = groups.ep.rank()
         pairs = [int(s.sum() - s[mine]) for s in (splits.input_splits, splits.output_splits)]
-    return forward, _sent(counter), pairs
-
-
-def _sent(counter):
-    sums = {}
-    for (_, _, block), size in counter.snapshot(exact=True).items():
-        sums[block] = sums.get(block, 0) + size
-    counter.reset()
-    return {block: size for block, size in sums.items() if size}
+    return forward, sent(counter), pairs
 
 
 def _expected(degree, dispatcher, pairs):

@@ -6,7 +6,7 @@ The forms are in megatron_tsp/plan/traffic.py; docs/design.md has them as a tabl
 import pytest
 import torch
 import torch.nn.functional as F
-from layers_common import config, random, start
+from layers_common import config, random, sent, start
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -32,15 +32,6 @@ def _settings(degree, changes):
     )  # fmt: skip
 
 
-def _sent(counter):
-    """{block: bytes}, and start again."""
-    sums = {}
-    for (_, _, block), size in counter.snapshot(exact=True).items():
-        sums[block] = sums.get(block, 0) + size
-    counter.reset()
-    return {block: size for block, size in sums.items() if size}
-
-
 def _layer(degree, changes, options, recompute):
     start(degree)
     settings = _settings(degree, changes)
@@ -54,9 +45,9 @@ def _layer(degree, changes, options, recompute):
         y = checkpoint(lambda t: layer(t, None)[0], False, x)
     else:
         y, _ = layer(x, None)
-    forward = _sent(counter)
+    forward = sent(counter)
     y.sum().backward()
-    return forward, _sent(counter)
+    return forward, sent(counter)
 
 
 def _forms(degree, changes, options, recompute=False, fold=True):
@@ -154,7 +145,7 @@ def _model(degree, blocks):
     tokens = TOKENS // degree
     # rows of its shard that others need, forward; gradients of rows that others own, backward
     rows = (int(owned.sum()) - mine) + (tokens - mine)
-    return _sent(counter), rows
+    return sent(counter), rows
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])

@@ -37,6 +37,7 @@ from megatron.core.utils import get_pg_rank
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.core_attention import TSPCoreAttention
+from megatron_tsp.layers.heads_linear import TSPLinearFromHeads, TSPLinearToHeads
 from megatron_tsp.layers.linear import (
     TSPColumnParallelLinear,
     TSPLayerNormColumnParallelLinear,
@@ -67,6 +68,14 @@ class BaselineSpecProvider(LocalSpecProvider):
         """(class, norm in front of it, QKV linear, output linear)."""
         return (
             SelfAttention,
+            self.layer_norm(has_residual=True),
+            self.column_parallel_linear(),
+            self.row_parallel_linear(),
+        )
+
+    def recurrence(self):
+        """(norm in front of it, first linear, last linear) of a layer that scans the sequence."""
+        return (
             self.layer_norm(has_residual=True),
             self.column_parallel_linear(),
             self.row_parallel_linear(),
@@ -154,6 +163,14 @@ class TSPSpecProvider(BaselineSpecProvider):
             return super().attention()
         linears = self._streamed(self.options.attention_schedule, "attention")
         return TSPSelfAttention, IdentityOp, *linears
+
+    def recurrence(self):
+        """As the baseline's."""
+        if not self.options.streams_attention:
+            return super().recurrence()
+        how = self._how(self.options.attention_schedule, "attention")
+        linears = TSPLinearToHeads, TSPLinearFromHeads
+        return IdentityOp, *(ModuleSpec(linear, params=how) for linear in linears)
 
     def mlp(self):
         """As the baseline's."""

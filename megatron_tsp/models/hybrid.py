@@ -1,4 +1,4 @@
-"""Megatron's hybrid model: layers by a pattern, `*-*E`, each attention or an MLP or experts."""
+"""Megatron's hybrid model: layers by a pattern, `*-GE`, each of one kind."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,7 +18,6 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.models import HybridModelConfig
 from megatron.training.models.hybrid import HybridModelBuilder
-from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_tsp.arguments import options_from_args
 from megatron_tsp.errors import TSPError
@@ -34,6 +32,8 @@ from megatron_tsp.models.backends import (
     mtp_spec,
 )
 from megatron_tsp.models.local_tokens import LocalTokens
+from megatron_tsp.models.recurrent import GDN_NORM, MAMBA_NORM, gdn_part, mamba_part
+from megatron_tsp.models.stage import StageBuilder
 from megatron_tsp.options import TSPOptions
 
 
@@ -59,65 +59,35 @@ class TSPHybridModelConfig(HybridModelConfig):
     tsp: TSPOptions = field(default_factory=TSPOptions)
 
 
-class TSPHybridModelBuilder(HybridModelBuilder):
-    """Builds `TSPHybridModel` stages; wrapping them for training is Megatron's."""
+class TSPHybridModelBuilder(StageBuilder, HybridModelBuilder):
+    """Builds `TSPHybridModel` stages."""
 
-    def build_model(
-        self,
-        pg_collection: ProcessGroupCollection,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
-        vp_stage: int | None = None,
-    ) -> HybridModel:
-        """One pipeline stage, as `HybridModelBuilder.build_model`."""
+    model = TSPHybridModel
+
+    def layers(self, backend: TSPSpecProvider, vp_stage: int | None, pp_group) -> dict:
+        """As `StageBuilder.layers`."""
         config = self._model_config
-        transformer = config.transformer
-        if pre_process is None:
-            pre_process = is_pp_first_stage(pg_collection.pp)
-        if post_process is None:
-            post_process = is_pp_last_stage(pg_collection.pp)
-        vocab_size = config.vocab_size
-        if config.should_pad_vocab:
-            vocab_size = calculate_padded_vocab_size(
-                vocab_size,
-                config.make_vocab_size_divisible_by,
-                transformer.tensor_model_parallel_size,
-            )
-        return TSPHybridModel(
-            config=transformer,
-            hybrid_stack_spec=stack_spec(
-                TSPSpecProvider(config.tsp, transformer), transformer
-            ),
-            vocab_size=vocab_size,
-            max_sequence_length=config.seq_length,
-            hybrid_layer_pattern=config.hybrid_layer_pattern,
-            fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
-            parallel_output=config.parallel_output,
-            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-            position_embedding_type=config.position_embedding_type,
-            rotary_percent=config.rotary_percent,
-            rotary_base=config.rotary_base,
-            seq_len_interpolation_factor=config.seq_len_interpolation_factor,
-            pre_process=pre_process,
-            post_process=post_process,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-            options=config.tsp,
-        )
+        return {
+            "hybrid_stack_spec": stack_spec(backend, config.transformer),
+            "hybrid_layer_pattern": config.hybrid_layer_pattern,
+        }
 
 
 def stack_spec(backend: BaselineSpecProvider, config: TransformerConfig) -> ModuleSpec:
-    """The layers that a pattern may name: attention (*), MLP (-), mixture of experts (E).
+    """The layers that a pattern may name: attention (*), gated delta net (G), Mamba (M), MLP (-),
+    mixture of experts (E).
 
     Parameters are named as in Megatron's own stack, which is made of Transformer Engine's modules.
     """
 
-    def layer(module, names=None, **parts):
-        submodules = TransformerLayerSubmodules(**parts, sharded_state_dict_keys_map=names or {})
+    def layer(module, names=None, submodules=TransformerLayerSubmodules, **parts):
+        submodules = submodules(**parts, sharded_state_dict_keys_map=names or {})
         return ModuleSpec(module=module, submodules=submodules)
 
     layers = {
         "attention_layer": layer(TransformerLayer, INPUT_NORM, **attention_part(backend, config)),
+        "gdn_layer": layer(TransformerLayer, GDN_NORM, **gdn_part(backend)),
+        "mamba_layer": layer(MambaLayer, MAMBA_NORM, MambaLayerSubmodules, **mamba_part(backend)),
         "mlp_layer": layer(MLPLayer, PRE_MLP_NORM, **mlp_part(backend, config)),
     }
     if config.num_moe_experts is not None:

@@ -2,7 +2,11 @@
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -61,14 +65,14 @@ class LocalTokens:
         blocks: list[Block] = []
         units: list[int | None] = []
         layers = self.decoder.layers
-        mixtures = [layer.is_moe_layer for layer in layers]
+        mixtures = [getattr(layer, "is_moe_layer", False) for layer in layers]
         for layer, unit in zip(layers, recompute_units(self.config, mixtures), strict=True):
-            attention, mlp = layer.self_attention, layer.mlp
-            if layer.is_moe_layer:
+            linears = _linears(layer) if self.options.streams_attention else ()
+            blocks += [linear.block for linear in linears]
+            units += [unit[0]] * len(linears)
+            mlp = getattr(layer, "mlp", None)
+            if isinstance(mlp, MoELayer):
                 mlp = mlp.shared_experts
-            if isinstance(attention, TSPSelfAttention):
-                blocks += [attention.linear_qkv.block, attention.linear_proj.block]
-                units += [unit[0]] * 2
             if isinstance(mlp, TSPMLP):
                 blocks.append(mlp.block)
                 units.append(unit[1])
@@ -116,6 +120,16 @@ class LocalTokens:
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         return self.output_layer(None, weight=weight, shards_only=True)[0]
+
+
+def _linears(layer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """The linears of a layer's attention, or of what scans the sequence, in the forward's order."""
+    inner = layer.mixer if isinstance(layer, MambaLayer) else layer.self_attention
+    if isinstance(inner, TSPSelfAttention):
+        return inner.linear_qkv, inner.linear_proj
+    if isinstance(inner, GatedDeltaNet | MambaMixer):
+        return inner.in_proj, inner.out_proj
+    return ()
 
 
 def _become(module: torch.nn.Module, base: type, cls: type) -> None:
