@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from experts import same_experts
 from ranks import RankFailed
-from training import assert_same, train
+from training import ULP, assert_same, train
 
 from megatron_tsp.layers.kv_gather import _Layout
 
@@ -56,7 +56,8 @@ def _run(folder, world, flags, before=same_experts, exits=False):
     ],
 )  # fmt: skip
 def test_a_pattern_trains_as_at_tp_1(reference, tmp_path, model, world, flags):
-    assert_same(_run(tmp_path, world, f"{model} {flags}"), reference(f"{model} {CORE}"))
+    ranks = _run(tmp_path, world, f"{model} {flags}")
+    assert_same(ranks, reference(f"{model} {CORE}"), loss=2.5 * ULP)
 
 
 def test_a_pattern_of_pairs_is_a_gpt(reference, tmp_path):
