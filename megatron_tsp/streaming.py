@@ -18,11 +18,13 @@ and once more, in the gradients' dtype, for dW.
 
 A walk can be begun before its time: `prefetch` starts its first transfer while another walk, over
 this stream or another, still computes with its last shard. What arrives lands in one of two slots
-in turn, which all walks of a stream share. Walks over one stream do not nest.
+in turn. They are the walk's own, and go with it: between walks a stream holds nothing but what was
+fetched early. Walks over one stream do not nest.
 
 All transfers are asynchronous operations of torch.distributed. On CUDA these run on the
 communicator's own stream, after what the current stream has been given, and `wait` makes the
-current stream wait for them; a slot is written again only after its last reader was issued.
+current stream wait for them; a slot is written again, or given back, only after its last reader was
+issued and its last transfer waited for.
 
 A group is a torch.distributed process group, or None for one rank alone.
 """
@@ -41,13 +43,22 @@ Shards = Sequence[Tensor]
 
 
 class Slots:
-    """Two buffers, used in turn, grown to the largest shards seen and then kept."""
+    """Two buffers, used in turn; made when first needed."""
 
     _ALIGNMENT = 256  # bytes; what allocators give, and kernels like
 
     def __init__(self):
         self._memory: list[Tensor | None] = [None, None]
         self._turn = 0
+
+    def like(self, shards: Shards) -> list[Tensor]:
+        """Tensors like `shards` in the next slot."""
+        return self.take([shard.shape for shard in shards], shards)
+
+    def for_sums(self, grads: Gradients) -> list[Tensor]:
+        """Tensors for the needed ones of `grads` in the next slot."""
+        kept = [i for i, needed in enumerate(grads.needed) if needed]
+        return self.take([grads.shapes[i] for i in kept], [grads.templates[i] for i in kept])
 
     def take(self, shapes: Sequence[torch.Size], likes: Shards) -> list[Tensor]:
         """Tensors of these shapes, with the dtypes and device of `likes`, in the next slot."""
@@ -60,7 +71,7 @@ class Slots:
             size = shape.numel() * like.element_size()
             total += -(-size // self._ALIGNMENT) * self._ALIGNMENT
         memory = self._memory[self._turn]
-        if memory is None or memory.numel() < total or memory.device != likes[0].device:
+        if memory is None:
             memory = torch.empty(total, dtype=torch.uint8, device=likes[0].device)
             self._memory[self._turn] = memory
         return [
@@ -89,20 +100,27 @@ def _nothing() -> None:
 
 
 class Stream:
-    """What the schedules share: the group, the rank's place in it, the slots, the prefetch."""
+    """What the schedules share: the group, the rank's place in it, the prefetch."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        self._weight_slots, self._grad_slots = Slots(), Slots()
         # The shards are held: an identity is theirs only while they live.
-        self._begun: tuple[object, Arrival, Shards] | None = None
+        self._begun: tuple[object, Arrival, Slots, Shards] | None = None
 
     def prefetch(self, shards: Shards, backward: bool) -> None:
         """Start the first transfer of the next walk, which is over `shards`."""
         if self.size > 1 and self._begun is None:
-            self._begun = self._key(shards, backward), self._first(shards, backward), shards
+            slots = Slots()
+            arrival = self._first(shards, backward, slots)
+            self._begun = self._key(shards, backward), arrival, slots, shards
+
+    def drop_prefetch(self) -> None:
+        """Forget what was fetched early and did not come to use."""
+        if self._begun is not None:
+            self._begun[1].wait()
+            self._begun = None
 
     def forward(self, shards: Shards, then: Then = _nothing) -> Iterator[tuple[int, Shards]]:
         """Yield (owner, the owner's shards) for all D owners; valid until the next step.
@@ -117,30 +135,23 @@ class Stream:
         """The same, once more; what is added to `grads` in a step goes to the step's owner."""
         raise NotImplementedError
 
-    def _first(self, shards: Shards, backward: bool) -> Arrival:
+    def _first(self, shards: Shards, backward: bool, slots: Slots) -> Arrival:
         """Start a walk's first transfer."""
         raise NotImplementedError
 
-    def _begin(self, shards: Shards, backward: bool) -> Arrival:
-        """The walk's first transfer: the one that is under way, or started now."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            if begun[0] == self._key(shards, backward):
-                return begun[1]
-            begun[1].wait()  # it was for a walk that did not come
-        return self._first(shards, backward)
+    def _begin(self, shards: Shards, backward: bool) -> tuple[Arrival, Slots]:
+        """The walk's first transfer, under way or started now, and the walk's slots."""
+        if self._begun is not None and self._begun[0] == self._key(shards, backward):
+            _, arrival, slots, _ = self._begun
+            self._begun = None
+            return arrival, slots
+        self.drop_prefetch()  # it was for a walk that did not come
+        slots = Slots()
+        return self._first(shards, backward, slots), slots
 
     @staticmethod
     def _key(shards: Shards, backward: bool) -> object:
         return backward, *map(id, shards)
-
-    def _slot(self, shards: Shards) -> list[Tensor]:
-        return self._weight_slots.take([shard.shape for shard in shards], shards)
-
-    def _grad_slot(self, grads: Gradients) -> list[Tensor]:
-        kept = [i for i, needed in enumerate(grads.needed) if needed]
-        shapes = [grads.shapes[i] for i in kept]
-        return self._grad_slots.take(shapes, [grads.templates[i] for i in kept])
 
 
 class Ring(Stream):
@@ -151,43 +162,45 @@ class Ring(Stream):
     """
 
     def forward(self, shards, then=_nothing):
-        held = shards
+        held, last = shards, self.size - 1
+        if last:
+            arrival, slots = self._begin(shards, False)
         for step in range(self.size):
-            last = step == self.size - 1
-            if last:
+            if step == last:
+                arrival = slots = None  # but for what is held
                 then()
-            else:
-                arrival = self._begin(shards, False) if step == 0 else self._hop(held)
+            elif step > 0:
+                arrival = self._hop(held, slots)
             yield (self.rank - step) % self.size, held
-            if not last:
+            if step < last:
                 held = arrival.wait()
 
     def backward(self, shards, grads, then=_nothing):
-        arrival = self._begin(shards, True) if self.size > 1 else None
-        carried = Arrival((), ())
+        held, last, sums = shards, self.size - 1, Slots()
+        carried = Arrival(sums.for_sums(grads), ())
+        if last:
+            arrival, slots = self._begin(shards, True)
         for step in range(self.size):
-            last = step == self.size - 1
-            held = shards if last else arrival.wait()
-            if last:
+            if step < last:
+                held = arrival.wait()
+            else:  # what arrived has been used
+                held, arrival = shards, None
+                slots = None
                 then()
-            elif step < self.size - 2:
-                arrival = self._hop(held)
-            if step == 0:
-                carried = Arrival(grads.empty() if last else self._grad_slot(grads), ())
+            if step < last - 1:
+                arrival = self._hop(held, slots)
             grads.begin(carried.shards, partial=step > 0, pending=carried.works)
             yield (self.rank - 1 - step) % self.size, held
             summed = grads.end()
-            if not last:
-                homeward = step == self.size - 2
-                into = grads.empty() if homeward else self._grad_slot(grads)
-                carried = self._exchange(summed, into)
+            if step < last:
+                carried = self._exchange(summed, sums.for_sums(grads))
         grads.finish(summed)
 
-    def _first(self, shards, backward):
-        return self._hop(shards)
+    def _first(self, shards, backward, slots):
+        return self._hop(shards, slots)
 
-    def _hop(self, held: Shards) -> Arrival:
-        return self._exchange(held, self._slot(held))
+    def _hop(self, held: Shards, slots: Slots) -> Arrival:
+        return self._exchange(held, slots.like(held))
 
     def _exchange(self, send: Shards, receive: Shards) -> Arrival:
         """Send to the next rank, receive from the previous one, as one group of operations."""
@@ -207,32 +220,33 @@ class Broadcast(Stream):
         yield from self._walk(shards, False, then)
 
     def backward(self, shards, grads, then=_nothing):
-        home, leaving = grads.empty(), [(), ()]
+        home, sums, leaving = grads.empty(), Slots(), [(), ()]
         for owner, held in self._walk(shards, True, then):
             wait_all(leaving.pop(0))  # the dW whose slot is used again has left
-            grads.begin(home if owner == self.rank else self._grad_slot(grads), partial=False)
+            grads.begin(home if owner == self.rank else sums.for_sums(grads), partial=False)
             yield owner, held
             leaving.append([self._reduce(t, owner) for t in grads.end()])
         wait_all([work for works in leaving for work in works])
         grads.finish(home)
 
     def _walk(self, shards, backward, then):
-        arrival = self._begin(shards, backward)
+        arrival, slots = self._begin(shards, backward)
         for owner in range(self.size):
             held = arrival.wait()
             if owner + 1 < self.size:
-                arrival = self._send(owner + 1, shards)
+                arrival = self._send(owner + 1, shards, slots)
             else:
                 then()
             yield owner, held
 
-    def _first(self, shards, backward):
-        return self._send(0, shards)
+    def _first(self, shards, backward, slots):
+        return self._send(0, shards, slots)
 
-    def _send(self, owner: int, shards: Shards) -> Arrival:
+    def _send(self, owner: int, shards: Shards, slots: Slots) -> Arrival:
         if self.size == 1:
             return Arrival(shards, ())
-        tensors = [s.contiguous() for s in shards] if owner == self.rank else self._slot(shards)
+        mine = owner == self.rank
+        tensors = [shard.contiguous() for shard in shards] if mine else slots.like(shards)
         source = dist.get_global_rank(self.group, owner)
         works = [dist.broadcast(t, source, group=self.group, async_op=True) for t in tensors]
         return Arrival(tensors, works)
@@ -246,16 +260,16 @@ class Gather(Stream):
     """All shards at once, as ZeRO-3: one all-gather, one reduce-scatter, D shards of memory."""
 
     def forward(self, shards, then=_nothing):
-        gathered = self._begin(shards, False).wait()
+        gathered = self._begin(shards, False)[0].wait()
         then()
         for owner in self._owners():
             yield owner, [whole[owner] for whole in gathered]
 
     def backward(self, shards, grads, then=_nothing):
-        gathered = self._begin(shards, True).wait()
+        gathered = self._begin(shards, True)[0].wait()
         then()
         home = grads.empty()
-        whole_grads = self._grad_slots.take([self._whole(t) for t in home], home)
+        whole_grads = [t.new_empty(self._whole(t)) for t in home]
         for owner in self._owners():
             grads.begin([whole[owner] for whole in whole_grads], partial=False)
             yield owner, [whole[owner] for whole in gathered]
@@ -274,10 +288,10 @@ class Gather(Stream):
     def _whole(self, shard: Tensor) -> torch.Size:
         return torch.Size((self.size, *shard.shape))
 
-    def _first(self, shards, backward):
+    def _first(self, shards, backward, slots):
         if self.size == 1:
             return Arrival([shard[None] for shard in shards], ())
-        whole = self._weight_slots.take([self._whole(shard) for shard in shards], shards)
+        whole = slots.take([self._whole(shard) for shard in shards], shards)
         return Arrival(whole, [
             # gloo wants the concatenated shape
             dist.all_gather_into_tensor(w.flatten(0, 1), s.contiguous(), self.group, async_op=True)
@@ -298,7 +312,7 @@ _streams: dict[tuple[str, dist.ProcessGroup | None], Stream] = {}
 
 
 def stream(schedule: str, group: dist.ProcessGroup | None) -> Stream:
-    """The stream of a schedule over a group; one object for each pair, with its buffers.
+    """The stream of a schedule over a group; one object for each pair.
 
     Raises:
         TSPError: `schedule` is not one of `SCHEDULES`.
@@ -310,7 +324,14 @@ def stream(schedule: str, group: dist.ProcessGroup | None) -> Stream:
     return _streams[key]
 
 
+def drop_prefetches() -> None:
+    """Forget, on every stream, what was fetched early: before weights are used that may have
+    changed since."""
+    for one in _streams.values():
+        one.drop_prefetch()
+
+
 def forget(groups: Sequence[dist.ProcessGroup] = ()) -> None:
-    """Drop the streams of `groups`, when these are destroyed, and their buffers."""
+    """Drop the streams of `groups`, when these are destroyed."""
     for key in [key for key in _streams if key[1] in groups]:
         del _streams[key]

@@ -88,8 +88,9 @@ def deliver(shards: Shards, grads: Gradients) -> list[Tensor | None]:
     """The gradients that autograd is to be given; what can goes into Megatron's main_grad.
 
     A weight with a `main_grad` gets the sum there, in full precision, and autograd a placeholder
-    that Megatron's hook drops, as after Megatron's own fused weight gradients. A weight used
-    twice (tied embeddings, `zero_out_wgrad`) takes the ordinary way.
+    that Megatron's hook drops, as after Megatron's own fused weight gradients: the sum's memory,
+    whatever it holds. A weight used twice (tied embeddings, `zero_out_wgrad`) takes the ordinary
+    way.
     """
     return [_delivered(*pair) for pair in zip(shards, grads.result, strict=True)]
 
@@ -100,7 +101,7 @@ def _delivered(weight: Tensor, grad: Tensor | None) -> Tensor | None:
         return grad
     main_grad.add_(grad)
     weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+    return grad.view(-1).view(weight.dtype)[: weight.numel()].view_as(weight)
 
 
 def _apex_accumulate() -> Callable[[Tensor, Tensor, Tensor], None]:

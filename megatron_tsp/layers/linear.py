@@ -68,7 +68,7 @@ class _ColumnLinear(torch.autograd.Function):
         dw, db = (*deliver(ctx.shards, grads), None)[:2]
         dgamma = dbeta = None
         if normalize is not None:
-            dx, dgamma, dbeta = normalize.backward(dx, rows, gamma, beta, statistics)
+            dx, dgamma, dbeta = normalize.backward(dx, rows, gamma, beta, statistics, reuse=True)
         return (None if dx is None else dx.view_as(x)), dw, db, dgamma, dbeta, None, None, None
 
 

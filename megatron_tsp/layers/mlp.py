@@ -2,8 +2,11 @@
 
 For each owner j, y += act(norm(x)·W1_jᵀ + b1_j)·W2_jᵀ on the local tokens, where act is gated or
 plain. Only x and the norm's row statistics are saved; the hidden activations come back, shard by
-shard, in the backward walk, unless they are asked to be kept.
+shard and some tokens at a time, in the backward walk, unless they are asked to be kept.
 """
+
+from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
@@ -18,6 +21,15 @@ from megatron_tsp.layers.block import Block, deliver
 from megatron_tsp.layers.norm import Normalize
 
 
+#: Tokens whose hidden activations of a shard exist at a time. Each such chunk is one more sum into
+#: dW: with fewer tokens that sum, not the products, would take the time.
+_CHUNK = 8192
+
+
+def _chunks(*tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(t.split(_CHUNK) for t in tokens), strict=True)
+
+
 def _hidden(x: Tensor, w1: Tensor, b1: list[Tensor]) -> Tensor:
     return torch.addmm(b1[0], x, w1.t()) if b1 else x @ w1.t()
 
@@ -26,20 +38,22 @@ class _StreamedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w2, b1, gamma, beta, normalize: Normalize | None, activation, block,
                 keep, training):  # fmt: skip
-        ctx.activation, ctx.block, ctx.normalize, ctx.keep = activation, block, normalize, keep
+        ctx.activation, ctx.block, ctx.normalize = activation, block, normalize
         ctx.shards = (w1, w2) if b1 is None else (w1, w2, b1)
         rows = x.reshape(-1, x.size(-1))
         normal, statistics = rows, None
         if normalize is not None:
             normal, statistics = normalize.forward(rows, gamma, beta)
         y = torch.zeros_like(rows)
-        kept: list[Tensor | None] = [None] * block.stream.size
+        kept: list[list[Tensor]] = [[] for _ in range(block.stream.size)]
         for owner, (v1, v2, *c1) in block.forward(ctx.shards, training):
-            hidden = _hidden(normal, v1, c1)
-            y.addmm_(activation(hidden), v2.t())
-            if keep and training:
-                kept[owner] = hidden
-        ctx.save_for_backward(x, gamma, beta, statistics, *kept)
+            for normal_, y_ in _chunks(normal, y):
+                hidden = _hidden(normal_, v1, c1)
+                y_.addmm_(activation(hidden), v2.t())
+                if keep and training:
+                    kept[owner].append(hidden)
+                del hidden
+        ctx.save_for_backward(x, gamma, beta, statistics, *chain(*kept))
         return y.view_as(x)
 
     @staticmethod
@@ -51,18 +65,22 @@ class _StreamedMLP(torch.autograd.Function):
             normal = normalize.again(rows, gamma, beta, statistics)
         grads = ctx.block.gradients(ctx.shards, ctx.needs_input_grad[1 : 1 + len(ctx.shards)])
         dx = torch.zeros_like(rows)
+        each = len(kept) // ctx.block.stream.size
         for owner, (v1, v2, *c1) in ctx.block.backward(ctx.shards, grads):
-            hidden = _hidden(normal, v1, c1) if kept[owner] is None else kept[owner]
-            active, dhidden = ctx.activation.backward(hidden, dy @ v2, kept[owner] is None)
-            dx.addmm_(dhidden, v1)
-            grads.add_product(1, dy, active)
-            grads.add_product(0, dhidden, normal)
-            if c1:
-                grads.add(2, dhidden.sum(0))
+            for at, (normal_, dy_, dx_) in enumerate(_chunks(normal, dy, dx)):
+                hidden = kept[owner * each + at] if kept else _hidden(normal_, v1, c1)
+                active, dhidden = ctx.activation.backward(hidden, dy_ @ v2, reuse=not kept)
+                dx_.addmm_(dhidden, v1)
+                grads.add_product(1, dy_, active)
+                grads.add_product(0, dhidden, normal_)
+                if c1:
+                    grads.add(2, dhidden.sum(0))
+                del hidden, active, dhidden  # or they would meet those of the next chunk
+        del normal
         dw1, dw2, db1 = (*deliver(ctx.shards, grads), None)[:3]
         dgamma = dbeta = None
         if normalize is not None:
-            dx, dgamma, dbeta = normalize.backward(dx, rows, gamma, beta, statistics)
+            dx, dgamma, dbeta = normalize.backward(dx, rows, gamma, beta, statistics, reuse=True)
         return dx.view_as(x), dw1, dw2, db1, dgamma, dbeta, *[None] * 5
 
 

@@ -71,9 +71,10 @@ class Normalize:
         )[0]
 
     def backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor
+        self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor,
+        reuse: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(dx, dweight, dbias) of these tokens."""
+        """(dx, dweight, dbias) of these tokens; with `reuse` dx may lie in the memory of dy."""
         if not self.rms:
             mask = [True, True, bias is not None]
             wide, scale, shift = self._operands(x, weight, bias)
@@ -90,7 +91,7 @@ class Normalize:
             mean = (dxhat * xhat).mean(-1, keepdim=True)
             return (dxhat.sub_(xhat.mul_(mean)).mul_(rstd).to(x.dtype),)
 
-        (dx,) = _by_rows(part, dy, x, statistics)
+        (dx,) = _by_rows(part, dy, x, statistics, into=dy if reuse else None)
         return dx, sum(dweights).to(weight.dtype), None
 
     def _scaled(self, normal: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,17 +114,18 @@ class Normalize:
 _AT_ONCE = 2**22
 
 
-def _by_rows(function, *tensors: Tensor) -> list[Tensor]:
+def _by_rows(function, *tensors: Tensor, into: Tensor | None = None) -> list[Tensor]:
     """function(rows of each tensor) → a tuple of rows, for all rows, some at a time.
 
-    The tensors are [..., any], alike in front; so are the results.
+    The tensors are [..., any], alike in front; so are the results. `into`: one of the tensors,
+    contiguous, whose rows a single result may take the place of.
     """
     rows = [t.reshape(-1, t.size(-1)) for t in tensors]
     number, width = rows[0].shape
     step = max(1, _AT_ONCE // width)
-    results: list[Tensor] = []
+    results: list[Tensor] = [] if into is None else [into.view(number, -1)]
     if number <= step:
-        results += function(*rows)
+        results = list(function(*rows))
     else:
         for at in range(0, number, step):
             parts = function(*(t[at : at + step] for t in rows))

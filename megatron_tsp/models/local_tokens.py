@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_tsp import parallel_state
+from megatron_tsp import parallel_state, streaming
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.block import Block
@@ -99,6 +99,7 @@ class LocalTokens:
                 "a TSP model returns the loss and needs labels; for logits or inference load "
                 "the checkpoint in Megatron with --tensor-model-parallel-size"
             )
+        streaming.drop_prefetches()  # the weights may have changed since
         return super().forward(*args, labels=labels, **kwargs)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

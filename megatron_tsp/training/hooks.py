@@ -8,6 +8,7 @@ from megatron.core import parallel_state as mpu
 from megatron.training import print_rank_0
 
 from megatron_tsp import arguments, parallel_state
+from megatron_tsp.training import recompute
 
 
 def switch_on(args: Namespace) -> None:
@@ -25,7 +26,10 @@ def switch_on(args: Namespace) -> None:
 
 
 def install(args: Namespace) -> None:
-    """Create the TSP groups whenever Megatron creates its own, and destroy them with those."""
+    """Create the TSP groups whenever Megatron creates its own, and destroy them with those; and
+    recompute in TSP's way, but for mixtures of experts."""
+    if args.num_experts is None:
+        recompute.install()
     create, destroy = mpu.initialize_model_parallel, mpu.destroy_model_parallel
 
     @wraps(create)
