@@ -104,6 +104,7 @@ class Gradients:
         return [target for target in self._targets if target is not None]
 
     def finish(self, targets: list[Tensor]) -> None:
-        """Take `targets` as the result."""
+        """Take `targets` as the result; the walk's other slots are let go."""
+        self._targets = []
         at = iter(targets)
         self.result = [next(at) if needed else None for needed in self.needed]

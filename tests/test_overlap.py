@@ -1,5 +1,7 @@
 """What is launched before what is waited for: streams cannot be watched, their order can."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,8 @@ from megatron_tsp import streaming
 from megatron_tsp.gradients import Gradients
 from megatron_tsp.models.gpt import TSPGPTModelBuilder, TSPGPTModelConfig
 from megatron_tsp.options import TSPOptions
-from megatron_tsp.streaming import SCHEDULES, Ring, Stream, stream
+from megatron_tsp.streaming import SCHEDULES, Ring, Slots, Stream, stream
+from megatron_tsp.trace.memory import LiveBytes
 
 
 class _Work:
@@ -111,11 +114,11 @@ def _synchronous():
     """A schedule that sends when it has nothing left to compute with."""
 
     def one_after_the_other(self, shards, then=streaming._nothing):
-        held = shards
+        held, slots = shards, Slots()
         for step in range(self.size):
             yield (self.rank - step) % self.size, held
             if step < self.size - 1:
-                held = self._hop(held).wait()
+                held = self._hop(held, slots).wait()
 
     Ring.forward = one_after_the_other
 
@@ -125,33 +128,61 @@ def test_twin_a_synchronous_schedule_is_seen():
     assert not any(_overlaps(events, f"weights {i}", i) for i in range(2))
 
 
-def _buffers(schedule):
-    """Addresses that two layers of different shapes are given, over three rounds."""
+#: Bytes of the one shard of each rank below, a whole number of aligned pieces.
+SHARD = 512
+
+
+def _buffers(schedule, breaking):
+    """In shards: most bytes alive in a walk forward and backward, and what is left of each."""
+    if breaking is not None:
+        breaking()
     walk = SCHEDULES[schedule](dist.group.WORLD)
+    shard, dw, grads = torch.ones(8, 8).double(), torch.ones(8, 8).double(), None
     seen = []
-    for _ in range(3):
-        addresses = set()
-        for shape in ((3, 4), (5, 2)):
-            shards = [random(*shape)]
-            grads = Gradients(shards)
-            for _, held in walk.forward(shards):
-                addresses.add(held[0].data_ptr())
-            for _, held in walk.backward(shards, grads):
-                addresses.add(held[0].data_ptr())
-                grads.add(0, torch.ones(shape, dtype=shards[0].dtype))
-            addresses.discard(shards[0].data_ptr())
-        seen.append({slot.data_ptr() for slot in walk._weight_slots._memory if slot is not None})
-    return seen
+    with LiveBytes() as live:
+        before = live.current
+        for _, held in walk.forward([shard]):  # noqa: B007
+            pass
+        del held
+        time.sleep(0.1)  # gloo's threads let go a little later
+        seen += [live.peak - before, live.current - before]
+        live.reset_peak()
+        grads = Gradients([shard])
+        for _, held in walk.backward([shard], grads):  # noqa: B007
+            grads.add(0, dw)
+        del held
+        time.sleep(0.1)
+        seen += [live.peak - before, live.current - before]
+    return [size / SHARD for size in seen]
+
+
+#: Weights forward, nothing; weights and dW backward, the result.
+BUFFERS = {"ring": [2, 0, 4, 1], "broadcast": [2, 0, 5, 1], "gather": [4, 0, 13, 1]}
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_buffers_are_reused_across_layers_and_steps(schedule):
-    for first, second, third in run(_buffers, 3, schedule):
-        assert second == third and len(third) <= 2 and len(first) <= 2
+def test_a_walk_holds_two_slots_and_takes_them_along(schedule):
+    """Two for weights and two for dW; broadcast has a place for the own dW too, and gloo copies
+    what it reduces and scatters. The result of a ring is what lies in the last slot."""
+    assert run(_buffers, 4, schedule, None) == [BUFFERS[schedule]] * 4
 
 
-def _prefetches(recompute, schedule):
-    """(walks begun in time, walks begun late, transfers that nobody wanted) of two steps."""
+def _a_slot_for_each():
+    take = Slots.take
+
+    def anew(self, *args):
+        self._memory = [*self._memory, None, None][-2:]
+        self.__dict__.setdefault("earlier", []).append(self._memory)
+        return take(self, *args)
+
+    Slots.take = anew
+
+
+def test_twin_a_slot_for_each_shard_is_seen():
+    assert run(_buffers, 4, "ring", _a_slot_for_each) != [BUFFERS["ring"]] * 4
+
+
+def _model(recompute, schedule=None):
     degree = dist.get_world_size()
     start(degree)
     kinds = ("attention_schedule", "mlp_schedule", "vocab_schedule")
@@ -161,7 +192,12 @@ def _prefetches(recompute, schedule):
         transformer=settings, vocab_size=48, seq_length=24, position_embedding_type="rope",
         tsp=options,
     )  # fmt: skip
-    model = TSPGPTModelBuilder(gpt).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return TSPGPTModelBuilder(gpt).build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _prefetches(recompute, schedule):
+    """(walks begun in time, walks begun late, transfers that nobody wanted) of two steps."""
+    model = _model(recompute, schedule)
     counts = {"in time": 0, "late": 0, "unwanted": 0}
     begin = Stream._begin
 
@@ -230,3 +266,33 @@ def test_twin_a_wrong_guess_that_is_believed_is_seen():
 def _believed_guess():
     Stream._key = staticmethod(lambda shards, backward: backward)
     _wrong_prefetch()
+
+
+def _update_after_a_prefetch(breaking):
+    if breaking is not None:
+        breaking()
+    model = _model({**FULL, "recompute_num_layers": 4})
+    model.embedding.requires_grad_(False)  # so Megatron computes no layer again
+    ids = torch.arange(24).expand(2, 24)
+    model(ids, ids, None, labels=ids).sum().backward()
+    begun = [walk._begun for walk in streaming._streams.values() if walk._begun is not None]
+    assert len(begun) == 1 and begun[0][0][0] is False  # the first layer's weights, not used
+    begun[0][1].wait()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+    first, again = (model(ids, ids, None, labels=ids) for _ in range(2))
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+
+
+def test_what_was_fetched_before_an_update_is_not_used_after_it():
+    run(_update_after_a_prefetch, 2, None)
+
+
+def _trusted_for_good():
+    streaming.drop_prefetches = lambda: None
+
+
+def test_twin_stale_weights_are_seen():
+    with pytest.raises(RankFailed, match="not equal|not close"):
+        run(_update_after_a_prefetch, 2, _trusted_for_good)

@@ -107,6 +107,7 @@ def test_bytes_and_memory_are_those_of_the_trace(model, layout):
 def test_twin_another_layouts_forms_do_not_fit():
     model, layout = GRID[0]
     traced = trace(Config(Path("grid"), {}, arms={"arm": _flags(model, layout)}), "arm", 0, 4)
-    other = replace(layout, recompute="full")
+    other = replace(layout, save_activations=True)
     assert memory.of_stage(model, other).peak != pytest.approx(traced.peak_bytes, rel=0.03)
+    other = replace(layout, recompute="full")
     assert sum(t.sent for t in traffic.step(model, other)) > 1.1 * traced.sent_bytes

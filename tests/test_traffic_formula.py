@@ -112,12 +112,12 @@ def test_twin_one_more_transfer_is_seen():
 
 
 def _layer_and_more():
-    from megatron_tsp.streaming import Ring
+    from megatron_tsp.streaming import Ring, Slots
 
     forward = Ring.forward
 
     def twice(self, shards, then):
-        self._hop(shards).wait()
+        self._hop(shards, Slots()).wait()
         return forward(self, shards, then)
 
     Ring.forward = twice

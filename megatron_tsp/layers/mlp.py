@@ -20,7 +20,6 @@ from megatron_tsp.layers.activation import Activation
 from megatron_tsp.layers.block import Block, deliver
 from megatron_tsp.layers.norm import Normalize
 
-
 #: Tokens whose hidden activations of a shard exist at a time. Each such chunk is one more sum into
 #: dW: with fewer tokens that sum, not the products, would take the time.
 _CHUNK = 8192

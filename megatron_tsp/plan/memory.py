@@ -18,6 +18,8 @@ from megatron_tsp.plan.model import Model
 STATISTIC = 4
 #: Tokens whose logits exist at a time in TSP's loss (`--tsp-loss-chunk`).
 LOSS_CHUNK = 1024
+#: Tokens whose hidden activations of a shard exist at a time in TSP's MLP.
+MLP_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Memory:
 
     Attributes:
         parameters, gradients, optimizer: what lasts.
-        buffers: of the weight stream, and Megatron's gather buffer; they last, too.
+        buffers: Megatron's for gathered activations; it lasts, too.
         activations: saved for the backward, of all micro-batches in flight.
         transient: what one block needs beyond that, where it needs most.
     """
@@ -61,7 +63,7 @@ def of_stage(model: Model, layout: Layout, stage: int = 0) -> Memory:
         parameters=count * model.element,
         gradients=count * traffic.WIDE,
         optimizer=count * states / owners,
-        buffers=buffers(model, layout, stage),
+        buffers=buffers(model, layout),
         activations=in_flight(model, layout, stage) * layers * saved(model, layout),
         transient=transient(model, layout, stage),
     )
@@ -115,27 +117,26 @@ def _mlp_saved(model: Model) -> float:
     return kept
 
 
-def buffers(model: Model, layout: Layout, stage: int = 0) -> float:
-    """What is allocated once and kept: two slots a stream for shards, two for dW; Megatron's buffer
-    for gathered activations."""
-    degree = layout.degree
-    if degree == 1:
+def buffers(model: Model, layout: Layout) -> float:
+    """Megatron's buffer for gathered activations, allocated once and kept; TSP has none."""
+    if layout.fold or layout.degree == 1:
         return 0.0
-    if not layout.fold:
-        return traffic.tokens(model, layout) * model.hidden * model.element
-    qkv = (model.q_width + 2 * model.kv_width) * model.hidden
-    shards = {
-        "attention": (layout.attention_schedule, max(qkv, model.q_width * model.hidden)),
-        "mlp": (layout.mlp_schedule, model.mlp_weights),
-    }
-    if stage == layout.pipeline - 1:
-        vocab = model.padded_vocab(degree) * model.hidden
-        shards["loss"] = (layout.vocab_schedule, vocab)
-    largest: dict[str, float] = {}
-    for schedule, size in shards.values():
-        whole = size if schedule == "gather" else size / degree
-        largest[schedule] = max(largest.get(schedule, 0.0), whole)
-    return sum(2 * size * (model.element + traffic.dw_element(model)) for size in largest.values())
+    return traffic.tokens(model, layout) * model.hidden * model.element
+
+
+def _slots(model: Model, layout: Layout, schedule: str, weights: float) -> float:
+    """What a backward walk over `weights` (all ranks', in elements) has in flight at once: two
+    shards and two of dW; broadcast has the own dW beside them, gather everything."""
+    degree, dw = layout.degree, traffic.dw_element(model)
+    part = weights / degree
+    if degree == 1:
+        return part * dw
+    if schedule == "gather":
+        return weights * (model.element + dw) + part * dw
+    own = part * dw if schedule == "broadcast" else 0.0
+    if degree == 2:  # a slot for what arrives, one for the sum that leaves
+        return part * max(model.element + dw, 2 * dw)
+    return own + 2 * part * (model.element + dw)
 
 
 def transient(model: Model, layout: Layout, stage: int = 0) -> float:
@@ -145,8 +146,8 @@ def transient(model: Model, layout: Layout, stage: int = 0) -> float:
         # What the layers keep once they are computed again; x was kept before.
         again = _layer_saved(model, layout) * layout.recompute_layers
         block += again - saved(model, layout) * layout.recompute_layers
-        block += 3 * _unit(model, layout)
         if not layout.fold:
+            block += 3 * _unit(model, layout)
             block -= _tokens(model, layout) * model.ffn * model.element
     if stage == layout.pipeline - 1:
         block = max(block, _loss(model, layout))
@@ -156,12 +157,15 @@ def transient(model: Model, layout: Layout, stage: int = 0) -> float:
 def _mlp_backward(model: Model, layout: Layout) -> float:
     unit, tokens = _unit(model, layout), _tokens(model, layout)
     if layout.fold:
-        dw = model.mlp_weights / layout.degree * traffic.dw_element(model)
-        # In the norm's backward three tensors are fp32; in the walk one shard's hidden features are
-        # alive, with their gradients, and the gradients of the shard before.
-        in_norm = 5.5 * unit + 3 * tokens * model.hidden * traffic.WIDE
-        hidden = (3 * model.fc1_width + 4 * model.ffn) / layout.degree
-        return dw + max(in_norm, 5 * unit + tokens * hidden * model.element)
+        # The norm's output, dy and dx; a shard's hidden features of some tokens and their gradient;
+        # and, where dW is wider than the weights, the product that is added to it.
+        hidden = (2 * model.fc1_width + 2 * model.ffn) / layout.degree
+        if model.gated:  # the gradient takes the place of what it is of
+            hidden = (model.fc1_width + model.ffn) / layout.degree
+        walk = 3 * unit + min(tokens, MLP_CHUNK) * hidden * model.element
+        if traffic.dw_element(model) > model.element:
+            walk += model.hidden * model.fc1_width / layout.degree * model.element
+        return walk + _slots(model, layout, layout.mlp_schedule, model.mlp_weights)
     # The gradients of the activation's output and of its input, and one product; of tensors of h
     # features as many as are alive there.
     features, units = 2 * model.ffn + model.fc1_width, 2.0
@@ -189,7 +193,9 @@ def _loss(model: Model, layout: Layout) -> float:
     if layout.fold:
         chunk = min(LOSS_CHUNK, tokens) * vocab / layout.degree
         kept = 2 * chunk * (traffic.WIDE + copy)
-        return 2 * unit + kept + shard * traffic.dw_element(model)
+        if traffic.dw_element(model) > model.element:
+            kept += shard * model.element  # a product
+        return 2 * unit + kept + _slots(model, layout, layout.vocab_schedule, vocab * model.hidden)
     forward = tokens * vocab * (traffic.WIDE + copy)
     backward = tokens * vocab * traffic.WIDE + (layout.degree + 1) * unit + shard * model.element
     return 2 * unit + max(forward, backward)

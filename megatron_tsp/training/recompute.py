@@ -1,9 +1,9 @@
 """Recompute that lets go of what it has used: torch's own in the place of Megatron's.
 
-Megatron's `tensor_parallel.checkpoint` runs a backward inside the backward. The recomputed output and
-its gradient, [s/D, b, h] each, are then held until the backward of all that was recomputed is done.
-torch's `checkpoint` without reentrance recomputes when the first saved tensor is asked for, inside
-the one backward there is, and a tensor goes with its last user.
+Megatron's `tensor_parallel.checkpoint` runs a backward inside the backward. The recomputed output
+and its gradient, [s/D, b, h] each, are then held until the backward of all that was recomputed is
+done. torch's `checkpoint` without reentrance recomputes when the first saved tensor is asked for,
+inside the one backward there is, and a tensor goes with its last user.
 """
 
 from collections.abc import Iterator
