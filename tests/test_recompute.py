@@ -126,7 +126,7 @@ def test_the_output_goes_with_its_last_user():
 
 def _installed(num_experts):
     megatrons = tensor_parallel.checkpoint
-    hooks.install(Namespace(num_experts=num_experts))
+    hooks.install(Namespace(num_experts=num_experts, recompute_granularity="full"))
     return tensor_parallel.checkpoint is megatrons
 
 

@@ -27,8 +27,8 @@ def switch_on(args: Namespace) -> None:
 
 def install(args: Namespace) -> None:
     """Create the TSP groups whenever Megatron creates its own, and destroy them with those; and
-    recompute in TSP's way, but for mixtures of experts."""
-    if args.num_experts is None:
+    recompute whole layers in torch's way, but for mixtures of experts."""
+    if args.recompute_granularity == "full" and args.num_experts is None:
         recompute.install()
     create, destroy = mpu.initialize_model_parallel, mpu.destroy_model_parallel
 
