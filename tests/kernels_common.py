@@ -34,13 +34,17 @@ MASKS = {
 
 
 def _inputs(queries, keys, heads, dtype, device, logits, batch=3):
+    """q [B, H, sq, d], k and v [B, 1, sk, d], dout, with strides as the layers' tensors have them:
+    tokens first in memory, k and v side by side, and some heads of more."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((batch, heads, queries), *[(batch, 1, keys)] * 2, (batch, heads, queries))
-    q, k, v, dout = (
-        torch.randn(*shape, CHANNELS, generator=generator, dtype=torch.float64).to(dtype)
-        for shape in shapes
-    )
-    return [t.to(device) for t in (q * logits, k, v, dout)]
+
+    def made(tokens, each):
+        shape = (tokens, batch, each, CHANNELS)
+        t = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return t.to(device, dtype).permute(1, 2, 0, 3)
+
+    q, kv, dout = made(queries, heads + 1)[:, 1:], made(keys, 2), made(queries, heads)
+    return q * logits, kv[:, :1], kv[:, 1:], dout
 
 
 def _expected(q, k, v, dout, hidden, scale, sinks=None):
@@ -95,9 +99,9 @@ def errors(kernel, shape, causal, dtype, device, logits=1.0, whole=False) -> dic
     }
 
 
-def masked_errors(kernel, mask: Mask, sinks: bool, dtype, device) -> dict[str, float]:
-    """As `errors`, of a mask's tiles over sequences of 64 tokens; with sinks also of dsinks."""
-    length, samples, heads = 64, 2, 3
+def masked_errors(kernel, mask: Mask, sinks: bool, dtype, device, length=64) -> dict[str, float]:
+    """As `errors`, of a mask's tiles over two samples of `length`; with sinks also of dsinks."""
+    samples, heads = 2, 3
     q, k, v, dout = _inputs(length, length, heads, dtype, device, 1.0, batch=2 * samples)
     made, whole = kernel(CHANNELS**-0.5), Span(0, length)
     of_heads = torch.linspace(-1, 1, 2 * samples * heads, dtype=torch.float64).view(-1, heads)

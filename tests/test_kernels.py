@@ -10,6 +10,7 @@ import torch
 from kernels_common import KERNELS, MASKS, SHAPES, errors, masked_errors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.gpu import kernels as benchmark
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers import kernels, varlen
 from megatron_tsp.layers.kernels import flash_attn, of_torch, packages
@@ -238,6 +239,34 @@ def test_a_package_that_is_missing_or_of_another_version_is_refused(gpu, asked, 
     gpu(*([name] if name else []), **there)
     with pytest.raises(TSPError, match=message):
         kernels.choose("flash", asked, gpu=True)
+
+
+def test_the_check_on_a_gpu_checks_and_times(monkeypatch, capsys):
+    """benchmarks/gpu/kernels.py on the CPU, shortened: what is good, what is wrong, what raises."""
+
+    class Wrong(of_torch.TorchFlash):
+        def forward(self, q, k, v, causal):
+            out, lse = super().forward(q, k, v, causal)
+            return out.flip(2), lse
+
+    class Raises(of_torch.TorchFlash):
+        def backward(self, *args):
+            raise RuntimeError("no such kernel\nwith a stack behind it")
+
+    for name, value in (("DEVICE", "cpu"), ("LONGER", []), ("TIMES", (1,))):
+        monkeypatch.setattr(benchmark, name, value)
+    monkeypatch.setattr(benchmark, "BARS", {torch.bfloat16: 5e-2})
+    assert all(row["good"] for row in benchmark._checks(of_torch.TorchFlash))
+    assert sum(not row["good"] for row in benchmark._checks(Wrong)) > 20
+    assert {row.get("error") for row in benchmark._checks(Raises)} == {"no such kernel"}
+    monkeypatch.setattr(benchmark, "TIMED", (64, 4, 2, 8))
+    monkeypatch.setattr(benchmark, "DOCUMENT", 8)
+    monkeypatch.setattr(benchmark, "_seconds", lambda call: call() is None or 1.0)
+    causal, documents, one_by_one = benchmark._timings(of_torch.TorchFlash)
+    assert causal["forward_tflops"] == 4 * (64 * 65 / 2) * 4 * 8 / 1e12
+    assert documents["forward_tflops"] == one_by_one["forward_tflops"] < causal["forward_tflops"]
+    assert list(benchmark._timings(Raises)) == []
+    assert "TorchFlash bfloat16 documents, 64 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """On a GPU, with Transformer Engine and Apex: their norm and dW against TSP's and PyTorch's.
 
+Transformer Engine's fused attention is one of the kernels of benchmarks/gpu/kernels.py.
+
     python -m benchmarks.gpu.transformer_engine
 
 A line for each check says how far outputs and gradients are apart in bf16, of the largest value.
@@ -55,9 +57,12 @@ def _norms() -> dict[str, float]:
                 normalization=kind, layernorm_zero_centered_gamma=less_one,
             )  # fmt: skip
             x, dy, found = _random(TOKENS, HIDDEN), _random(TOKENS, HIDDEN), []
+            values = 0.1 * _random(2, HIDDEN)  # of the weight, and of the bias where there is one
             for norm in (TSPNorm, TENorm):
                 module = norm(config=config, hidden_size=HIDDEN, eps=1e-5)
                 weights = list(module.parameters())
+                for weight, value in zip(weights, values, strict=False):
+                    weight.data.add_(value)  # to what it starts as, 0 or 1
                 assert all(weight.sequence_parallel for weight in weights)
                 leaf = x.clone().requires_grad_()
                 y = module(leaf)
