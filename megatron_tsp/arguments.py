@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.core.extensions import transformer_engine
 
+from megatron_tsp import idle
 from megatron_tsp.checkpoint import check_checkpoint
 from megatron_tsp.checks import (
     attention_kernel,
@@ -27,18 +28,6 @@ from megatron_tsp.options import BLOCKS, EXCHANGES, TSPOptions
 from megatron_tsp.refusals import refuse, refuse_combinations
 from megatron_tsp.settings import refuse_unknown
 from megatron_tsp.streaming import SCHEDULES
-
-#: Flags of the blocks that stay Megatron's, by --tsp-blocks.
-_WITHOUT_USE = {
-    "mlp": (
-        "--tsp-attention-schedule",
-        "--tsp-attention-exchange",
-        "--tsp-save-kv",
-        "--tsp-vocab-schedule",
-        "--tsp-loss-chunk",
-    ),
-    "attention": ("--tsp-mlp-schedule", "--tsp-mlp-save-activations"),
-}
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -170,16 +159,7 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
             "--tensor-parallel-num-weight-shards does not work with --tsp-size: TSP shards the "
             "weights itself; drop the flag"
         )
-    if args.tsp_save_kv and args.tsp_attention_exchange == "alltoall":
-        raise TSPError(
-            "--tsp-save-kv keeps gathered K and V; --tsp-attention-exchange alltoall keeps what it "
-            "exchanged anyway: drop the flag"
-        )
-    for flag in _WITHOUT_USE.get(args.tsp_blocks, ()):
-        if flag in written:
-            raise TSPError(
-                f"{flag} does nothing with --tsp-blocks {args.tsp_blocks}: drop the flag"
-            )
+    idle.refuse(args, written)
     if "--cp-comm-type" in written and args.tsp_blocks != "mlp":
         raise TSPError(
             "--cp-comm-type does not work with --tsp-size: --tsp-attention-exchange says how the "
@@ -218,6 +198,7 @@ def check(args: Namespace) -> None:
     check_hybrid(args)
     check_sizes(args)
     check_checkpoint(args)
+    idle.refuse_kept_kv(args, *attention_exchange(args))
     if args.tensor_model_parallel_size != args.tsp_size:
         raise TSPError(
             f"a checkpoint or configuration set tensor parallel size "
@@ -227,14 +208,13 @@ def check(args: Namespace) -> None:
 
 def options_from_args(args: Namespace) -> TSPOptions:
     """The settings that Megatron's configs have no field for."""
-    exchange = attention_exchange(args)[0]
     return TSPOptions(
         blocks=args.tsp_blocks,
         attention_schedule=args.tsp_attention_schedule,
         mlp_schedule=args.tsp_mlp_schedule,
         vocab_schedule=args.tsp_vocab_schedule,
-        attention_exchange=exchange,
-        save_kv=args.tsp_save_kv and exchange == "allgather",
+        attention_exchange=attention_exchange(args)[0],
+        save_kv=args.tsp_save_kv,
         wide_grads=args.tsp_grad_dtype == "fp32",
         mlp_save_activations=args.tsp_mlp_save_activations,
         loss_chunk=args.tsp_loss_chunk,

@@ -43,7 +43,8 @@ _MUP = "TSP's embedding and loss do not scale for muP"
 REFUSED = (
     Refusal("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes",
             "TSP spreads the sequence in one way only; drop the flag"),
-    Refusal("apply_query_key_layer_scaling", "--apply-query-key-layer-scaling", _CORE),
+    Refusal("apply_query_key_layer_scaling", "--apply-query-key-layer-scaling", "it keeps logits "
+            "in the range of fp16, and TSP's kernels have them in fp32; drop the flag"),
     Refusal("qk_clip", "--qk-clip", "the kernels do not report the largest logit; drop the flag"),
     Refusal("log_max_attention_logit", "--log-max-attention-logit",
             "the kernels do not report the largest logit; drop the flag"),
@@ -134,8 +135,8 @@ REFUSED = (
             "invariant; drop the flag"),
     Refusal("transformer_impl", "--transformer-impl", "TSP is for training; use local or "
             "transformer_engine", ("local", "transformer_engine")),
-    Refusal("position_embedding_type", "--position-embedding-type", "use rope, yarn, "
-            "learned_absolute or none", ("rope", "yarn", "learned_absolute", "none")),
+    Refusal("position_embedding_type", "--position-embedding-type", "use rope, yarn, mrope, "
+            "learned_absolute or none", ("rope", "yarn", "mrope", "learned_absolute", "none")),
     Refusal("optimizer", "--optimizer", "muon-like optimizers orthogonalize whole weights; use "
             "adam or sgd", ("adam", "sgd")),
     Refusal("perform_rl_step", "--perform-rl-step", "TSP is for pretraining"),
@@ -193,11 +194,12 @@ REFUSED_LAYERS = {
 
 
 def refuse_combinations(args) -> None:
-    """Stop a run of a hybrid model or one with multi-token prediction that TSP does not carry.
+    """Stop a run whose settings TSP carries one by one, and not together.
 
     Raises:
-        TSPError: for a layer of --hybrid-layer-pattern, packed sequences with either, or context
-            parallelism with multi-token prediction.
+        TSPError: for a layer of --hybrid-layer-pattern, packed sequences in hybrid models or with
+            multi-token prediction, context parallelism with the latter, multimodal RoPE with
+            either, context parallelism or neighbouring pairs.
     """
     pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
     for symbol in pattern:
@@ -220,6 +222,28 @@ def refuse_combinations(args) -> None:
             "--mtp-num-layers and --tsp-size: Megatron weighs each rank's predictions by the "
             "tokens of that rank, so that gradients depend on the layout; raise --tsp-size instead"
         )
+    if args.position_embedding_type == "mrope":
+        _refuse_beside_mrope(args, pattern)
+
+
+def _refuse_beside_mrope(args, pattern: str) -> None:
+    reasons = {
+        f"--hybrid-layer-pattern {pattern}": pattern and "Megatron's hybrid models have no "
+        "multimodal RoPE; use a GPT model",
+        f"--mtp-num-layers {args.mtp_num_layers}": args.mtp_num_layers and "the positions of "
+        "further tokens are not carried yet; drop it",
+        f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1
+        and "what cuts Megatron's batches over these ranks does not know positions [3, b, s]; "
+        "raise --tsp-size instead",
+        "--rotary-interleaved": args.rotary_interleaved and "Megatron's multimodal RoPE fails "
+        "with it; drop it",
+    }
+    for flag, reason in reasons.items():
+        if reason:
+            raise TSPError(
+                f"--position-embedding-type mrope does not work with {flag} and --tsp-size: "
+                f"{reason}"
+            )
 
 
 def refuse(settings) -> None:

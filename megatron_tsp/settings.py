@@ -35,7 +35,7 @@ CARRIED = {
         attention_dropout attention_backend flash_attention_version window_size
         window_attn_skip_freq softmax_type attention_output_gate no_rope_freq
         reset_attention_mask reset_position_ids dataloader_inter_document_masking sft
-        sft_tokenizer_prompt_format
+        sft_tokenizer_prompt_format mrope_section
         rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings
         yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
     """,
@@ -203,9 +203,6 @@ PART_OF = {
         muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
         muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
         muon_scalar_optimizer use_layer_wise_param_layout
-    """,
-    "position_embedding_type": """
-        mrope_section
     """,
     "non_persistent_ckpt_type": """
         non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication

@@ -78,6 +78,9 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
     assert _parse("--tsp-size", "2", "--tensor-model-parallel-size=2").tsp_size == 2
 
 
+MROPE = ("--tsp-size=2", "--position-embedding-type=mrope", "--mrope-section", "1", "1", "2")
+
+
 @pytest.mark.parametrize(
     ("argv", "changes", "message"),
     [
@@ -88,6 +91,20 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
         (("--tsp-mlp-schedule=ring",), {}, "--tsp-mlp-schedule needs --tsp-size"),
         (("--tsp-size=2", "--tsp-baseline-core"), {}, "drop it or --tsp-size"),
         (("--tsp-baseline-core",), {"attention_dropout": -0.1}, "--attention-dropout -0.1: it is"),
+        (("--tsp-size=2", "--tsp-mlp-schedule=ring", "--num-experts=4"), {},
+         "--tsp-mlp-schedule does nothing: no layer of this model has a dense MLP"),
+        (("--tsp-size=2", "--tsp-blocks=mlp", "--num-experts=4", "--moe-layer-freq=[1,1]"), {},
+         "--tsp-blocks mlp does nothing: no layer"),
+        (("--tsp-size=2", "--tsp-save-kv", "--hybrid-layer-pattern=E-", "--num-experts=4"), {},
+         "--tsp-save-kv does nothing: no layer of this model has attention"),
+        (("--tsp-size=2", "--tsp-blocks=mlp", "--tsp-save-kv"), {}, "with --tsp-blocks mlp"),
+        (("--tsp-size=4", "--tsp-save-kv", "--tsp-attention-exchange=auto",
+          "--micro-batch-size=3"), {}, "(bytes a rank sends for a layer and micro-batch: allgather "
+         "147,456, alltoall 74,880). Drop --tsp-save-kv, or pass --tsp-attention-exchange allgat"),
+        ((*MROPE, "--hybrid-layer-pattern=*-"), {}, "mrope does not work with --hybrid-layer-patt"),
+        ((*MROPE, "--mtp-num-layers=1"), {}, "mrope does not work with --mtp-num-layers 1"),
+        ((*MROPE, "--context-parallel-size=2"), {}, "mrope does not work with --context-parallel"),
+        ((*MROPE, "--rotary-interleaved"), {}, "mrope does not work with --rotary-interleaved"),
         (("--tsp-size=3",), {}, "--num-attention-heads 8 is not divisible by --tsp-size 3"),
         (("--tsp-size=8",), {"num_attention_heads": 12, "hidden_size": 96}, "nearest are 8 or 16"),
         (("--tsp-size=8",), {"ffn_hidden_size": 100}, "--ffn-hidden-size 100"),
@@ -140,7 +157,8 @@ def test_the_same_tensor_parallel_size_is_no_contradiction():
           "--eval-micro-batch-size=2", "--pipeline-model-parallel-size=2"), {},
          "with --eval-micro-batch-size 2 and --pipeline-model-parallel-size 2"),
         (("--tsp-size=2", "--tsp-blocks=mlp", "--reset-attention-mask", "--micro-batch-size=2",
-          "--num-experts=4", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"), {},
+          "--num-experts=4", "--moe-layer-freq=[0,1]", "--moe-router-load-balancing-type",
+          "aux_loss", "seq_aux_loss"), {},
          "samples with --micro-batch-size 2 and seq_aux_loss"),
         (("--tsp-baseline-core", "--reset-attention-mask", "--micro-batch-size=2",
           "--tensor-model-parallel-size=2", "--num-experts=4",

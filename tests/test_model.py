@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from layers_common import config, random, start
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models import GPTModelConfig
 from megatron.training.models.gpt import GPTModelBuilder
@@ -22,6 +23,7 @@ from megatron_tsp.models.gpt import TSPGPTModelBuilder, TSPGPTModelConfig
 from megatron_tsp.options import TSPOptions
 
 SEQ, BATCH, VOCAB = 48, 2, 48
+SECTION = [2, 1, 1]  # of pairs of channels: time, height, width
 GPT2 = dict(
     gated_linear_unit=False, activation_func=F.gelu, add_bias_linear=True, normalization="LayerNorm"
 )
@@ -61,6 +63,10 @@ OTHERS = {
         dict(activation_func=quick_gelu, kv_channels=8, rotary_interleaved=True),
         dict(position_embedding_type="rope", seq_len_interpolation_factor=2.0),
     ),
+    "mrope": (
+        dict(kv_channels=8, num_query_groups=12, mrope_section=SECTION),
+        dict(position_embedding_type="mrope"),
+    ),
     "rope-scaling": (
         dict(kv_channels=8),
         dict(position_embedding_type="rope", rope_scaling=True, rope_scaling_factor=4.0),
@@ -92,13 +98,26 @@ def _set_parameters(model, degree, rank):
         param.data = _part(whole, param, degree, rank).to(torch.float64).contiguous()
 
 
-def _batch():
+def _batch(name):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
     weights = random(BATCH, SEQ, seed=5)
     weights[0, :30] = 0  # a loss mask that is uneven over ranks
-    positions = torch.arange(SEQ).expand(BATCH, SEQ)
-    return ids[:, :-1], positions, ids[:, 1:], weights
+    return ids[:, :-1], _positions(name), ids[:, 1:], weights
+
+
+def _positions(name):
+    """[b, s]; of multimodal RoPE [3, b, s]: text, an image of 4 x 5 in each sample, text."""
+    text = torch.arange(SEQ).expand(BATCH, SEQ)
+    if "mrope" not in name:
+        return text
+    positions = text.repeat(3, 1, 1)
+    for sample, first in enumerate((9, 21)):
+        patch = torch.arange(20)
+        image = torch.stack((0 * patch, patch // 5, patch % 5)) + first
+        positions[:, sample, first : first + 20] = image
+        positions[:, sample, first + 20 :] -= 15  # behind it: from its largest position on
+    return positions
 
 
 def _gpt_config(cls, name, degree, **extra):
@@ -116,7 +135,7 @@ def _tsp(name, degree, breaking=None, options=None):
     _set_parameters(model, degree, group.rank())
     if breaking:
         breaking()
-    ids, positions, labels, weights = _batch()
+    ids, positions, labels, weights = _batch(name)
     value = model(ids, positions, None, labels=labels)
     (value * weights).sum().backward()
     grads = {}
@@ -140,7 +159,7 @@ def _megatron(name):
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = GPTModelBuilder(_gpt_config(GPTModelConfig, name, 1)).build_model(groups)
     _set_parameters(model, 1, 0)
-    ids, positions, labels, weights = _batch()
+    ids, positions, labels, weights = _batch(name)
     mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
     logits = model(ids, positions, mask)
     value = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
@@ -178,9 +197,11 @@ def test_loss_and_gradients_equal_megatron(name, degree):
     _compare(name, degree, run(_tsp, degree, name, degree))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_activations_and_positions_equal_megatron(name):
-    _compare(name, 2, run(_tsp, 2, name, 2))
+@pytest.mark.parametrize(
+    ("name", "degree"), [*((name, 2) for name in OTHERS), ("mrope", 3), ("mrope", 4)]
+)
+def test_other_activations_and_positions_equal_megatron(name, degree):
+    _compare(name, degree, run(_tsp, degree, name, degree))
 
 
 @pytest.mark.parametrize("schedule", ["ring", "broadcast", "gather"])
@@ -208,6 +229,28 @@ def _doubled_loss_gradient():
     loss._GatherTokens.backward = staticmethod(
         lambda ctx, whole: (2 * backward(ctx, whole)[0], None)
     )
+
+
+def _times_for_all():
+    rope = MultimodalRotaryEmbedding.forward
+    MultimodalRotaryEmbedding.forward = lambda self, ids, *rest, **more: rope(
+        self, ids[:1].expand(3, -1, -1), *rest, **more
+    )
+
+
+def _first_tokens():
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda angles, dim, group: angles[
+        : len(angles) // group.size()
+    ]
+
+
+@pytest.mark.parametrize("breaking", [_times_for_all, _first_tokens])
+def test_twin_with_positions_of_another_kind_or_rank_differs(breaking):
+    results = run(_tsp, 2, "mrope", 2, breaking)
+    with pytest.raises(AssertionError, match="not close|not equal"):
+        _compare("mrope", 2, results)
 
 
 @pytest.mark.parametrize("breaking", [_wrong_zigzag, _dropped_dw, _doubled_loss_gradient])

@@ -35,7 +35,7 @@ GPT2 = (
     "no:--swiglu no:--untie-embeddings-and-output-weights --normalization LayerNorm "
     "--position-embedding-type learned_absolute --no-bias-gelu-fusion "
     "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input "
-    "--moe-aux-loss-coeff 0.05"
+    "--moe-aux-loss-coeff 0.05 --moe-layer-freq ([0,1])"
 )
 QUANTILES = f"{COMMON} --moe-router-load-balancing-type quantile_balancing"
 EP = "--tsp-size {0} --expert-model-parallel-size {0}"
@@ -54,7 +54,7 @@ def _run(folder, world, flags, before=same_experts):
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (2, EP.format(2)),
+        (2, f"{EP.format(2)} --tsp-mlp-save-activations"),
         (4, f"{EP.format(4)} {ALL_TO_ALL}"),
         (4, f"--tsp-size 4 --expert-model-parallel-size 2 {ALL_TO_ALL} "
             "--recompute-granularity selective --recompute-modules moe mlp layernorm"),
@@ -101,7 +101,7 @@ def _same_experts_and_routers():
     [
         (BIASED, f"{EP.format(2)} {ALL_TO_ALL}"),
         (GPT2, f"{EP.format(2)} --tsp-blocks mlp"),
-        (QUANTILES, f"{EP.format(2)} --tsp-mlp-save-activations"),
+        (QUANTILES, EP.format(2)),
     ],
 )
 def test_other_routers_train_as_at_tp_1(reference, tmp_path, model, flags):

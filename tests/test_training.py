@@ -146,6 +146,8 @@ def _no_groups():
     ("flags", "message"),
     [
         ("--tsp-size 2 --tensor-model-parallel-size 4", "contradicts --tsp-size 2"),
+        ("--position-embedding-type mrope --mrope-section 1 1 2", "megatron_tsp.pretrain_gpt does "
+         "not carry --position-embedding-type mrope"),
         ("--tsp-size 2 --attention-dropout 1", "--attention-dropout 1.0: it is a probability"),
         ("--tsp-size 2 --cross-entropy-loss-fusion", "--cross-entropy-loss-fusion does not work"),
         ("--tsp-size 3", "--num-attention-heads 8 is not divisible by --tsp-size 3: the nearest "

@@ -5,6 +5,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_tsp import parallel_state, zigzag
+from megatron_tsp.errors import TSPError
 from megatron_tsp.layers import documents
 from megatron_tsp.models.local_tokens import LocalTokens
 
@@ -13,11 +14,17 @@ class TSPGPTModel(LocalTokens, GPTModel):
     """As `LocalTokens`; with packed sequences too."""
 
     def _preprocess(self, *args, packed_seq_params: PackedSeqParams | None = None, **kwargs):
-        """As `GPTModel._preprocess`; in packed sequences RoPE starts again at each document."""
+        """As `GPTModel._preprocess`; in packed sequences RoPE starts again at each document.
+
+        Multimodal RoPE goes by the position ids as they are: [3, b, s], of the whole sequence.
+        """
         if not self.options.streams_attention:
             return super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        by_user = self.position_embedding_type == "mrope"
+        if by_user:
+            _check_positions(kwargs["position_ids"])
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
-        if packed_seq_params is not None and angles is not None:
+        if packed_seq_params is not None and angles is not None and not by_user:
             tokens, ids = angles.size(0), kwargs["input_ids"]
             angles = self._angles_by_document(packed_seq_params, tokens, ids)
         return embedded, angles, *rest
@@ -32,3 +39,13 @@ class TSPGPTModel(LocalTokens, GPTModel):
         angles = self.rotary_pos_emb(2, packed_seq=True)
         of_one = (angles[0] if isinstance(angles, tuple) else angles)[1]
         return local.t().to(of_one.device)[:, :, None, None] * of_one
+
+
+def _check_positions(ids: Tensor | None) -> None:
+    """Megatron stops at others with an IndexError, or takes them for something else."""
+    if ids is None or ids.dim() != 3 or ids.size(0) != 3:
+        given = "none" if ids is None else list(ids.shape)
+        raise TSPError(
+            "--position-embedding-type mrope takes position ids [3, b, s] (time, height, width) on "
+            f"each pipeline stage, not {given}"
+        )

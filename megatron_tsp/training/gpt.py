@@ -64,6 +64,12 @@ def check_args(args, model="gpt") -> None:
             f"--hybrid-layer-pattern {pattern} is for hybrid models: use "
             "megatron_tsp.pretrain_hybrid"
         )
+    if args.position_embedding_type == "mrope":
+        raise TSPError(
+            f"megatron_tsp.pretrain_{model} does not carry --position-embedding-type mrope: its "
+            "data are text, with one position a token, at which Megatron's multimodal RoPE fails. "
+            "Use megatron_tsp.run with a script whose batches have positions [3, b, s]"
+        )
     if model == "hybrid" and not pattern:
         raise TSPError("megatron_tsp.pretrain_hybrid needs --hybrid-layer-pattern, e.g. '*-*-'")
 
