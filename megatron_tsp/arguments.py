@@ -9,8 +9,6 @@ import importlib.util
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 
-from megatron.core.extensions import transformer_engine
-
 from megatron_tsp import idle
 from megatron_tsp.checkpoint import check_checkpoint
 from megatron_tsp.checks import (
@@ -281,6 +279,8 @@ def describe(args: Namespace) -> str:
 
 def _libraries(args: Namespace) -> str:
     """What is whose, where another library has it too."""
+    from megatron.core.extensions import transformer_engine  # here: `run` looks at it first
+
     te = args.transformer_impl == "transformer_engine" and transformer_engine.HAVE_TE
     dw = "Apex's kernel" if args.gradient_accumulation_fusion else "PyTorch"
     return (

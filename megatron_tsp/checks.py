@@ -7,7 +7,6 @@ that are refused whatever the others say are in `refusals.py`.
 from argparse import Namespace
 
 import torch
-from megatron.core.extensions import transformer_engine
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
@@ -232,6 +231,8 @@ def check_offload(args: Namespace) -> None:
     """Activations that --offload-modules names and nothing keeps."""
     if not args.fine_grained_activation_offloading:
         return
+    from megatron.core.extensions import transformer_engine
+
     if transformer_engine.cpu_offload is None:
         raise TSPError(
             "--fine-grained-activation-offloading needs Transformer Engine, in Megatron's code; "

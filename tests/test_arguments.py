@@ -60,7 +60,7 @@ def test_the_log_says_whose_kernels_are_used(monkeypatch):
     assert args.transformer_impl == "transformer_engine", "Megatron's default"
     kernel = "Attention kernel: TorchFlash; norms that stand alone: "
     assert f"{kernel}TSP's; dW summed by PyTorch" in arguments.describe(args)
-    monkeypatch.setattr(arguments.transformer_engine, "HAVE_TE", True)
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", True)
     args.gradient_accumulation_fusion = True
     said = arguments.describe(args)
     assert f"{kernel}Transformer Engine's; dW summed by Apex's kernel" in said
