@@ -8,11 +8,14 @@ import kernel_stand_ins
 import pytest
 import torch
 from kernels_common import KERNELS, MASKS, SHAPES, errors, masked_errors
+from layers_common import config
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu import kernels as benchmark
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers import kernels, varlen
+from megatron_tsp.layers.core_attention import TSPCoreAttention
 from megatron_tsp.layers.kernels import flash_attn, of_torch, packages
 
 PACKING = [name for name in KERNELS if name.startswith("flash-attn")]
@@ -239,6 +242,40 @@ def test_a_package_that_is_missing_or_of_another_version_is_refused(gpu, asked, 
     gpu(*([name] if name else []), **there)
     with pytest.raises(TSPError, match=message):
         kernels.choose("flash", asked, gpu=True)
+
+
+def test_a_package_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
+    package = tmp_path / "built_for_another_torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "built_for_another_torch.interface"
+    with pytest.raises(TSPError, match=f"{name} is installed, and .* fails: undefined symbol"):
+        packages.first_module(["not_installed.interface", name])
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "expected"),
+    [
+        ("auto", None, of_torch.TorchFlash),
+        ("flash", None, flash_attn.FlashAttention3),
+        ("auto", 2, flash_attn.FlashAttention2),
+        ("fused", None, kernels.TransformerEngineFused),
+    ],
+)
+def test_the_attention_core_has_the_kernel_that_the_flags_ask_for(
+    gpu, monkeypatch, backend, version, expected
+):
+    settings = config(
+        1, attention_backend=AttnBackend[backend], flash_attention_version=version
+    )  # fmt: skip
+    gpu(
+        "flash-attn 2", "flash-attn 3", "Transformer Engine 2.18", flash_attn="2.8.3",
+        transformer_engine="2.18.0",
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    core = TSPCoreAttention(settings, 1, AttnMaskType.causal, "self", softmax_scale=0.25)
+    assert type(core.kernel) is expected and core.kernel.scale == 0.25
 
 
 def test_the_check_on_a_gpu_checks_and_times(monkeypatch, capsys):

@@ -9,7 +9,6 @@ so that results can be added where they belong without two of them meeting.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -94,7 +93,7 @@ def _disjoint(tiles: Sequence[Tile]) -> list[list[Tile]]:
     taken: list[dict[tuple, bytearray]] = []
     for tile in tiles:
         needed = {("queries", tile.sample): tile.queries, ("keys", tile.sample): tile.keys}
-        free = (not any(any(there[side][at]) for side, at in needed.items()) for there in taken)
+        free = (not any(1 in there[side][at] for side, at in needed.items()) for there in taken)
         group = next((number for number, is_free in enumerate(free) if is_free), len(groups))
         if group == len(groups):
             groups.append([])
@@ -117,14 +116,20 @@ def _rows(
     tiles: Sequence[Tile], places: Sequence[slice], device: torch.device
 ) -> tuple[Rows, int, Tensor]:
     """(the rows, tokens of the longest sequence, cumulated lengths), a block a sequence."""
-    sample, place, lengths = [], [], []
-    for tile, at in zip(tiles, places, strict=True):
-        length = (at.stop - at.start) // tile.blocks
-        for start in range(at.start, at.stop, length):
-            block = range(start, start + length)
-            place += reversed(block) if tile.kind == "edge" else block
-        sample += [tile.sample[0]] * (at.stop - at.start)
-        lengths += [length] * tile.blocks
-    rows = Rows(tiles[0].sample[1], *(torch.tensor(t, device=device) for t in (sample, place)))
-    cumulated = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    return rows, max(lengths), cumulated
+    each = [(at.stop - at.start) // tile.blocks for tile, at in zip(tiles, places, strict=True)]
+    blocks = torch.tensor([tile.blocks for tile in tiles])
+    lengths = torch.tensor(each).repeat_interleave(blocks)
+    starts = torch.tensor(
+        [at.start + n * length
+         for tile, at, length in zip(tiles, places, each, strict=True)
+         for n in range(tile.blocks)]
+    )  # fmt: skip
+    cumulated = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    place = torch.arange(int(cumulated[-1])) - cumulated[:-1].repeat_interleave(lengths)
+    if tiles[0].kind == "edge":
+        place = (lengths - 1).repeat_interleave(lengths) - place
+    place += starts.repeat_interleave(lengths)
+    sample = torch.tensor([tile.sample[0] for tile in tiles]).repeat_interleave(blocks)
+    sample = sample.repeat_interleave(lengths)
+    rows = Rows(tiles[0].sample[1], sample.to(device), place.to(device))
+    return rows, max(each), cumulated.to(device, torch.int32)

@@ -10,17 +10,27 @@ from types import ModuleType
 
 from packaging.version import Version
 
+from megatron_tsp.errors import TSPError
+
 
 def first_module(names: Iterable[str]) -> ModuleType | None:
-    """The first of these modules that is installed, imported; None without one."""
-    return next((importlib.import_module(name) for name in names if _exists(name)), None)
+    """The first of these modules that is installed, imported; None without one.
+
+    Raises:
+        TSPError: it is there, and importing it fails.
+    """
+    for name in names:
+        try:
+            if _exists(name):
+                return importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            raise TSPError(f"{name} is installed, and importing it fails: {error}") from error
+    return None
 
 
 def _exists(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it would be in
-        return False
+    package = name.rpartition(".")[0]
+    return (not package or _exists(package)) and find_spec(name) is not None
 
 
 def version(distribution: str) -> Version | None:
