@@ -20,6 +20,9 @@ from ranks import run
 from megatron_tsp import traffic
 from megatron_tsp.models.backends import TSPSpecProvider, layer_spec
 from megatron_tsp.options import TSPOptions
+from megatron_tsp.plan.experts import dispatch
+from megatron_tsp.plan.layout import Layout
+from megatron_tsp.plan.model import Experts, Model
 
 SEQ, BATCH, HEADS, WIDTH, HIDDEN, FFN, SHARED, EXPERTS = 48, 2, 12, 4, 48, 96, 24, 12
 TOKENS = SEQ * BATCH
@@ -78,6 +81,25 @@ def _expected(degree, dispatcher, pairs):
 def test_experts_stay_and_tokens_travel(degree, dispatcher):
     for forward, backward, pairs in run(_layer, degree, degree, dispatcher, True):
         assert (forward, backward) == _expected(degree, dispatcher, pairs)
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_the_planner_has_these_forms(degree, dispatcher):
+    """Of alltoall with a balanced router."""
+    mixture = Experts(
+        count=EXPERTS, chosen=2, ffn=FFN, layers=(True,), dispatcher=dispatcher, router_element=4
+    )
+    model = Model(
+        layers=1, hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, channels=WIDTH, ffn=FFN, gated=True,
+        vocab=1, sequence=SEQ, global_batch=BATCH, element=4, mixture=mixture,
+    )  # fmt: skip
+    layout = Layout(fold=True, degree=degree, micro_batch=BATCH, expert=degree)
+    leave = Fraction(degree - 1, degree) * 2 * TOKENS / degree
+    for planned, measured in zip(
+        dispatch(model, layout), _expected(degree, dispatcher, (leave, leave)), strict=True
+    ):
+        assert sum(transfer.sent for transfer in planned) == measured["other"]
 
 
 def test_a_dense_layer_of_such_a_model_streams_its_mlp():

@@ -24,7 +24,7 @@ from megatron_tsp.plan import (
     traffic,
 )
 from megatron_tsp.plan.layout import Layout
-from megatron_tsp.plan.model import Model
+from megatron_tsp.plan.model import Experts, Model
 
 #: The 7B of docs/planning.md: MHA, gated ffn of 4h.
 SEVEN_B = Model(
@@ -32,6 +32,11 @@ SEVEN_B = Model(
     sequence=131072, global_batch=128,
 )  # fmt: skip
 GQA = replace(SEVEN_B, kv_heads=8, ffn=14336)
+#: In every second layer, with shared experts.
+MIXTURE = Experts(
+    count=64, chosen=8, ffn=1024, layers=(False, True) * 16, shared=2048, shared_gate=True
+)  # fmt: skip
+H200 = hardware.load("h200")
 DISTRIBUTED = Layout(
     fold=False, distributed_optimizer=True, overlap_grads=True, overlap_params=True
 )  # fmt: skip
@@ -168,6 +173,9 @@ LAYOUTS = [
         ]
     ),
     Layout(fold=True, degree=4, save_kv=True),
+    Layout(fold=True, degree=4, expert=4),
+    Layout(fold=True, degree=4, expert=8, recompute="selective", modules=("moe",)),
+    Layout(fold=False, degree=4, expert=2, recompute="selective", modules=("moe", "layernorm")),
 ]  # fmt: skip
 
 
@@ -177,9 +185,11 @@ def test_the_simulation_sends_what_the_closed_forms_say(layout, monkeypatch):
     monkeypatch.setattr(hardware.Hardware, "transfer", lambda self, kind, sent, *group: sent)
     model = replace(GQA, sequence=6144, heads=48, kv_heads=12, ffn=12288, hidden=6144)
     profile = replace(hardware.load("h200"))  # nothing is cached for this one
-    forward, backward = prediction.layer_phases(model, layout, profile)
-    again = traffic.backward(model, layout) + traffic.recompute(model, layout)
-    for phase, transfers in ((forward, traffic.forward(model, layout)), (backward, again)):
+    moe = layout.expert > 1
+    model = replace(model, mixture=MIXTURE if moe else None)
+    forward, backward = prediction.layer_phases(model, layout, profile, moe)
+    again = traffic.backward(model, layout, moe) + traffic.recompute(model, layout, moe)
+    for phase, transfers in ((forward, traffic.forward(model, layout, moe)), (backward, again)):
         sent = sum(seconds for stream, seconds in phase.busy.items() if stream != "compute")
         assert sent == pytest.approx(float(sum(t.sent for t in transfers)), rel=1e-12)
 
@@ -239,6 +249,36 @@ def test_memory_decides_where_it_is_short():
     assert fitting[0].layout.fold and too_large > 0
     assert all(p.memory.peak <= p.hardware.usable_memory for p in fitting)
     assert [p.step for p in fitting] == sorted(p.step for p in fitting)
+
+
+def test_experts_are_spread_over_what_divides():
+    model = replace(GQA, mixture=MIXTURE, sequence=16384, global_batch=64)
+    fitting, _ = _search(model, 16, "h200")
+    spread = {p.layout.expert for p in fitting}
+    assert {1, 2, 4, 8, 16} >= spread and max(spread) > 2
+    assert all(p.layout.degree * p.layout.data % p.layout.expert == 0 for p in fitting)
+    assert any(p.layout.fold for p in fitting)
+    # More ranks a copy of the experts: less memory, more on the wire.
+    fold = Layout(fold=True, degree=8, data=2)
+    few, many = (prediction.predict(model, replace(fold, expert=n), H200) for n in (2, 8))
+    assert few.memory.peak > many.memory.peak
+    assert few.phase.busy["experts"] < many.phase.busy["experts"]
+
+
+def test_interleaving_trades_the_bubble_for_memory():
+    model = replace(SEVEN_B, sequence=8192, global_batch=64)
+    once = Layout(fold=True, degree=2, pipeline=4, data=1)
+    predicted = [
+        prediction.predict(model, replace(once, virtual=virtual), H200) for virtual in (1, 2, 4, 8)
+    ]
+    bubbles = [p.phase.waited["pipeline"] for p in predicted]
+    assert bubbles == sorted(bubbles, reverse=True)
+    held = [p.memory.activations for p in predicted]
+    assert held[0] < min(held[1:])
+    # (stages - 1)/virtual micro-batches of idle time, but for the hops.
+    assert bubbles[3] == pytest.approx(bubbles[0] / 8, rel=0.3)
+    fitting, _ = _search(model, 8, "h100")
+    assert {1, 2, 4, 8} <= {p.layout.virtual for p in fitting}
 
 
 def test_an_impossible_job_is_an_error():
@@ -315,6 +355,9 @@ def _config(tmp_path, **changes):
     return str(path)
 
 
+EXPERTS = {"--num-experts": 8, "--expert-tensor-parallel-size": 1}
+
+
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "out.json"
     words = [_config(tmp_path), "--hardware", "h200", "--gpus", "8", "--json", str(out)]
@@ -332,7 +375,13 @@ def test_the_command(tmp_path, capsys):
     ("changes", "words", "message"),
     [
         ({"--vocab-size": None}, [], "--vocab-size is missing"),
-        ({"--num-experts": 8}, [], "does not price --num-experts"),
+        ({"--num-experts": 8}, [], "--expert-tensor-parallel-size 4: megatron-tsp plan prices"),
+        (EXPERTS | {"--moe-latent-size": 64}, [], "does not price --moe-latent-size"),
+        (EXPERTS | {"--moe-token-dispatcher-type": "flex"}, [],
+         "--moe-token-dispatcher-type flex: megatron-tsp plan prices alltoall and allgather"),
+        (EXPERTS | {"--expert-model-parallel-size": 3}, [],
+         "--expert-model-parallel-size 3 does not divide the 8 ranks"),
+        (EXPERTS | {"--moe-layer-freq": "([1,0])"}, [], "--moe-layer-freq names 2 layers of 4"),
         ({"--hidden-sizes": 8}, [], "no flag '--hidden-sizes'; did you mean '--hidden-size'"),
         ({"--bf16": None}, [], "is for bf16, and the configuration trains in fp32"),
         ({"--tsp-size": 4, "--tsp-blocks": "mlp"}, [], "does not price --tsp-blocks mlp"),

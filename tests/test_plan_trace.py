@@ -8,7 +8,7 @@ import pytest
 from megatron_tsp.ab.config import Config
 from megatron_tsp.plan import memory, traffic
 from megatron_tsp.plan.layout import Layout
-from megatron_tsp.plan.model import Model
+from megatron_tsp.plan.model import Experts, Model
 from megatron_tsp.trace import trace
 
 #: Grouped queries, a gated MLP, no biases; GPT-2's kind; MHA at a longer sequence.
@@ -25,6 +25,16 @@ LONG = Model(
     layers=4, hidden=512, heads=8, kv_heads=8, channels=64, ffn=2048, gated=True, vocab=1000,
     sequence=16384, global_batch=2,
 )  # fmt: skip
+#: Two of four layers mixtures with shared experts, and an auxiliary loss; all of them.
+MIXED = replace(
+    LLAMA, hidden=512, heads=8, kv_heads=2, ffn=1536, vocab=1000, global_batch=2,
+    mixture=Experts(
+        count=16, chosen=4, ffn=512, layers=(False, True) * 2, shared=1024, shared_gate=True,
+        router_element=4, counted=True,
+    ),
+)  # fmt: skip
+MIXTURES = replace(MIXED, mixture=Experts(count=8, chosen=2, ffn=1024, layers=(True,) * 4))
+INTERLEAVED = replace(LLAMA, layers=8, global_batch=4)
 LEAN = {"recompute": "selective", "modules": ("mlp", "layernorm")}
 
 
@@ -49,6 +59,13 @@ GRID = [
     (replace(LLAMA, element=4), _flat(degree=4)),
     (replace(LLAMA, element=4), _fold(degree=4, attention_schedule="ring")),
     (LONG, _flat(degree=4, **LEAN)),
+    (INTERLEAVED, _fold(degree=2, pipeline=2, virtual=2)),
+    (MIXED, _fold(degree=4, expert=4)),
+    (MIXED, _flat(degree=4, expert=2, recompute="full")),
+    (MIXED, _fold(degree=2, pipeline=2, expert=2)),
+    (MIXTURES, _fold(degree=2, data=2, expert=4, distributed_optimizer=True)),
+    (MIXTURES, _fold(degree=4, expert=4, recompute="selective", modules=("moe",))),
+    (MIXTURES, _flat(degree=4, expert=4, **LEAN)),
 ]
 
 
@@ -69,9 +86,12 @@ def _flags(model: Model, layout: Layout) -> dict:
         "--untie-embeddings-and-output-weights": not model.tied,
         "--group-query-attention": model.kv_heads != model.heads,
     }  # fmt: skip
-    given |= {flag: True for flag, on in switches.items() if on}
     if model.kv_heads != model.heads:
         given["--num-query-groups"] = model.kv_heads
+    if model.mixture:
+        given |= _mixture(model.mixture)
+        switches["--moe-shared-expert-gate"] = model.mixture.shared_gate
+    given |= {flag: True for flag, on in switches.items() if on}
     if not model.layernorm:
         given["--normalization"] = "RMSNorm"
     words, at = layout.flags(), 0
@@ -83,6 +103,23 @@ def _flags(model: Model, layout: Layout) -> dict:
         given[words[at]] = values[0] if len(values) == 1 else values or True
         at = end
     return {f: v if isinstance(v, (bool, list)) else str(v) for f, v in given.items()}
+
+
+def _mixture(mixture: Experts) -> dict:
+    given = {
+        "--num-experts": mixture.count, "--moe-router-topk": mixture.chosen,
+        "--moe-ffn-hidden-size": mixture.ffn, "--expert-tensor-parallel-size": 1,
+        "--moe-token-dispatcher-type": mixture.dispatcher,
+        "--moe-layer-freq": f"([{','.join(str(int(moe)) for moe in mixture.layers)}])",
+        "--moe-router-load-balancing-type": "aux_loss" if mixture.counted else "none",
+    }  # fmt: skip
+    if mixture.counted:
+        given["--moe-aux-loss-coeff"] = 0.01
+    if mixture.shared:
+        given["--moe-shared-expert-intermediate-size"] = mixture.shared
+    if mixture.router_element == 4:
+        given["--moe-router-dtype"] = "fp32"
+    return given
 
 
 @pytest.mark.parametrize(

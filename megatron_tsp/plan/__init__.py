@@ -9,6 +9,8 @@ prediction.py                     a step's time
 search.py, explain.py             all layouts, ranked; the ranking in words
 """
 
+import contextlib
+import gc
 import json
 import shlex
 from dataclasses import asdict, replace
@@ -60,6 +62,7 @@ def main(
             f"{'bf16' if shape.element == 2 else 'fp32'}; give the other, or add --bf16"
         )
     price = price or profile.price
+    gc.freeze()  # what was imported stays: a search makes many objects, each a reason to look
     fitting, too_large = search.search(shape, gpus, now, profile, not refusal, _beside())
     report = _report(shape, now, profile, fitting, too_large, refusal, price)
     print("\n".join(report))
@@ -124,7 +127,8 @@ def read(
         of_data = data.flags(Path(given.data["OUT"], data.NAME))
         flags = {**{flag: str(value) for flag, value in of_data.items()}, **flags}
     quiet_imports()
-    args = arms.check_flags(arms.Arm("MODEL_ARGS", ranks, flags))
+    with _without_compiler():
+        args = arms.check_flags(arms.Arm("MODEL_ARGS", ranks, flags))
     shape = model.from_args(args)
     if seq_len is not None:
         if seq_len < 1:
@@ -146,6 +150,19 @@ def read(
     except TSPError as error:
         refusal = str(error)
     return shape, now, refusal
+
+
+@contextlib.contextmanager
+def _without_compiler():
+    """Megatron's modules decorate functions with torch.compile as they are imported, and that
+    loads the compiler: two seconds, for functions that are not called here."""
+    import torch
+
+    compiler, torch.compile = torch.compile, lambda model=None, **options: model or (lambda f: f)
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def _beside() -> bool:

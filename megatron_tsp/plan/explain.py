@@ -16,6 +16,7 @@ STREAMS = {
     "weights": ("weight shards", "tsp-weights"),
     "kv": ("the attention's exchange", None),
     "activations": ("gathers and scatters of activations", "tp"),
+    "experts": ("tokens to experts and back", "ep"),
     "embedding": ("the embedding's exchange", "tp"),
     "data": ("gradients and parameters over replicas", "dp-cp"),
     "pipeline": ("the pipeline: its bubble and transfers", "pp"),

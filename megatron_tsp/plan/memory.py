@@ -8,9 +8,11 @@ norms' outputs and the MLP's hidden activations as well; with full recompute x a
 are sums of the tensors alive at the moments at which the tracer finds the peak.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
-from megatron_tsp.plan import traffic
+from megatron_tsp.plan import experts, traffic
 from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
 
@@ -48,25 +50,57 @@ class Memory:
 
 
 def largest(model: Model, layout: Layout) -> Memory:
-    """The memory of the pipeline stage that needs most: the first, or the last with its loss."""
-    stages = {0, layout.pipeline - 1}
+    """The memory of the pipeline stage that needs most: the first, or the last with its loss, or,
+    where stages differ in their mixtures of experts, any."""
+    stages: Iterable[int] = {0, layout.pipeline - 1}
+    if model.mixture and not all(model.mixture.layers):
+        stages = range(layout.pipeline)
     return max((of_stage(model, layout, stage) for stage in stages), key=lambda m: m.peak)
 
 
 def of_stage(model: Model, layout: Layout, stage: int = 0) -> Memory:
     """The memory of a rank of a pipeline stage."""
-    count = traffic.parameters(model, layout, stage)
-    states = (8 if model.adam else 4 * model.momentum) + (4 if model.element < 4 else 0)
-    owners = layout.data * layout.context if layout.distributed_optimizer else 1
-    layers = model.layers // layout.pipeline
+    lasting = _lasting(model, layout.grid_only, stage)
+    kinds = model.layers_of(stage, layout.pipeline, layout.virtual)
+    ends = stage == layout.pipeline - 1
+    each, transients, beside = _of_group(model, layout.group_only, ends)
+    activations = sum(each[moe] for moe in kinds)
+    # The backward begins with the last layer; with each one, what the later ones kept is gone.
+    most, freed = beside, 0.0
+    for moe in reversed(kinds):
+        if freed > max(transients):
+            break
+        most = max(most, transients[moe] - freed)
+        freed += each[moe]
     return Memory(
-        parameters=count * model.element,
-        gradients=count * traffic.WIDE,
-        optimizer=count * states / owners,
+        *lasting,
         buffers=buffers(model, layout),
-        activations=in_flight(model, layout, stage) * layers * saved(model, layout),
-        transient=transient(model, layout, stage),
+        activations=in_flight(model, layout, stage) * activations,
+        transient=most,
     )
+
+
+@lru_cache(maxsize=4096)
+def _lasting(model: Model, layout: Layout, stage: int) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients, optimizer state."""
+    states = (8 if model.adam else 4 * model.momentum) + (4 if model.element < 4 else 0)
+    dense, routed = (
+        traffic.parameters(model, layout, stage), traffic.expert_parameters(model, layout, stage)
+    )  # fmt: skip
+    owned = dense + routed
+    if layout.distributed_optimizer:
+        owned = dense / (layout.data * layout.context) + routed / layout.expert_replicas
+    count = dense + routed
+    return count * model.element, count * traffic.WIDE, owned * states
+
+
+@lru_cache(maxsize=65536)
+def _of_group(model: Model, layout: Layout, last: bool):
+    """Of a layer (without, with a mixture): what is saved, and the transient; and the loss's."""
+    kinds = (False, True) if model.mixture else (False,)
+    each = tuple(saved(model, layout, moe) for moe in kinds)
+    transients = tuple(transient(model, layout, moe) for moe in kinds)
+    return each, transients, _loss(model, layout) if last else 0.0
 
 
 def in_flight(model: Model, layout: Layout, stage: int) -> float:
@@ -78,16 +112,19 @@ def in_flight(model: Model, layout: Layout, stage: int) -> float:
     return min(chunks, layout.virtual * micro) / layout.virtual
 
 
-def saved(model: Model, layout: Layout) -> float:
+def saved(model: Model, layout: Layout, moe: bool = False) -> float:
     """Bytes that a layer keeps for the backward, of one micro-batch."""
     tokens, element = _tokens(model, layout), model.element
     if layout.recompute == "full":
         return tokens * model.hidden * element / layout.recompute_layers
-    return _layer_saved(model, layout)
+    kept = _layer_saved(model, layout, moe)
+    if moe and not layout.recomputes("moe"):
+        kept += _tokens(model, layout) * experts.saved(model)
+    return kept
 
 
-def _layer_saved(model: Model, layout: Layout) -> float:
-    """The same without full recompute."""
+def _layer_saved(model: Model, layout: Layout, moe: bool = False) -> float:
+    """The same without full recompute, and without routed experts."""
     tokens, element = _tokens(model, layout), model.element
     kept = layout.token_ranks if layout.save_kv else 1
     features = 2 * model.hidden + 2 * model.q_width + 2 * _kv_width(model, layout) * kept
@@ -95,25 +132,30 @@ def _layer_saved(model: Model, layout: Layout) -> float:
     if model.qk_norm:
         features += model.q_width + _kv_width(model, layout)
         statistics += model.heads + model.kv_heads
+    ffn = model.mixture.shared if moe else model.ffn
+    if moe and model.mixture.shared_gate:
+        features += model.hidden
     if layout.fold:
-        if layout.save_activations and not layout.recomputes("mlp"):
-            features += model.fc1_width
+        if layout.save_activations and not layout.recomputes("moe" if moe else "mlp"):
+            features += ffn * model.gates
+        if moe and not layout.recomputes("layernorm"):
+            features += model.hidden  # the router and the dispatcher keep the norm's output
     else:
         if not layout.recomputes("layernorm"):
             features += 2 * model.hidden
-        if not layout.recomputes("mlp"):
-            features += _mlp_saved(model)
+        if not layout.recomputes("moe" if moe else "mlp"):
+            features += _mlp_saved(model, ffn)
         if model.rope:
             # Megatron casts a cos and a sin for each query and each key.
             features += 4 * model.channels * layout.degree / layout.micro_batch
     return tokens * (features * element + statistics * STATISTIC)
 
 
-def _mlp_saved(model: Model) -> float:
+def _mlp_saved(model: Model, ffn: int) -> float:
     """Features that Megatron's MLP keeps: the first linear's output, the activation's."""
-    kept = model.fc1_width + model.ffn
+    kept = ffn * (model.gates + 1)
     if model.gated and not model.fused_activation:
-        kept += 2 * model.ffn  # act(gate), and the linear half with its offset
+        kept += 2 * ffn  # act(gate), and the linear half with its offset
     return kept
 
 
@@ -139,18 +181,30 @@ def _slots(model: Model, layout: Layout, schedule: str, weights: float) -> float
     return own + 2 * part * (model.element + dw)
 
 
-def transient(model: Model, layout: Layout, stage: int = 0) -> float:
-    """The most that a block holds beside what is saved: in the loss or a layer's backward."""
-    block = max(_mlp_backward(model, layout), _attention_backward(model, layout))
+def transient(model: Model, layout: Layout, moe: bool = False) -> float:
+    """The most that a layer's backward holds beside what is saved."""
+    attention = _attention_backward(model, layout)
+    if moe:
+        kept = _tokens(model, layout) * experts.saved(model)
+        block = _tokens(model, layout) * experts.transient(model, layout)
+        if layout.recomputes("moe"):
+            whole = layout.but(recompute="none", modules=())
+            block += saved(model, whole, moe) - saved(model, layout, moe)
+        elif layout.recompute != "full":
+            attention -= kept  # which is gone by then
+        block = max(block, attention)
+    else:
+        block = max(_mlp_backward(model, layout), attention)
     if layout.recompute == "full":
         # What the layers keep once they are computed again; x was kept before.
-        again = _layer_saved(model, layout) * layout.recompute_layers
-        block += again - saved(model, layout) * layout.recompute_layers
+        again = _layer_saved(model, layout, moe)
+        again += moe and _tokens(model, layout) * experts.saved(model)
+        block += again * layout.recompute_layers
+        block -= saved(model, layout) * layout.recompute_layers
         if not layout.fold:
             block += 3 * _unit(model, layout)
+        if not layout.fold and not moe:
             block -= _tokens(model, layout) * model.ffn * model.element
-    if stage == layout.pipeline - 1:
-        block = max(block, _loss(model, layout))
     return block
 
 

@@ -7,7 +7,10 @@ from megatron_tsp.errors import TSPError
 
 #: Settings that change a layer's memory, traffic or work in ways that the closed forms do not have.
 _NOT_PRICED = {
-    "num_experts": "--num-experts",
+    "moe_expert_capacity_factor": "--moe-expert-capacity-factor",
+    "moe_latent_size": "--moe-latent-size",
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
+    "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization",
     "multi_latent_attention": "--multi-latent-attention",
     "mtp_num_layers": "--mtp-num-layers",
     "hybrid_layer_pattern": "--hybrid-layer-pattern",
@@ -25,8 +28,32 @@ _NOT_PRICED = {
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixtures of experts of a model.
+
+    Attributes:
+        count, chosen, ffn: E experts; k of a token; width of one.
+        shared: width of the experts that every token passes, 0 without; shared_gate: they have one.
+        layers: for each layer of the model whether it has a mixture.
+        dispatcher: "alltoall" or "allgather".
+        router_element: bytes of a probability.
+        counted: the tokens of each expert are summed over ranks, for an auxiliary loss.
+    """
+
+    count: int
+    chosen: int
+    ffn: int
+    layers: tuple[bool, ...]
+    shared: int = 0
+    shared_gate: bool = False
+    dispatcher: str = "alltoall"
+    router_element: int = 2
+    counted: bool = False
+
+
+@dataclass(frozen=True)
 class Model:
-    """A dense decoder and how it is trained.
+    """A decoder and how it is trained.
 
     Attributes:
         layers, hidden, heads, kv_heads, channels, ffn: L, h, query heads, KV heads, width of a
@@ -44,6 +71,7 @@ class Model:
         wide_grads: dW travels in fp32 between TSP's ranks.
         adam: two fp32 states a parameter; else SGD with `momentum`.
         fused_activation: Megatron's fused bias and activation in its own MLP.
+        mixture: what replaces the MLP in some or all layers, or None.
     """
 
     layers: int
@@ -69,6 +97,12 @@ class Model:
     adam: bool = True
     momentum: bool = True
     fused_activation: bool = True
+    mixture: Experts | None = None
+
+    @property
+    def gates(self) -> int:
+        """The first linear's output features to the MLP's width."""
+        return 2 if self.gated else 1
 
     @property
     def q_width(self) -> int:
@@ -83,7 +117,7 @@ class Model:
     @property
     def fc1_width(self) -> int:
         """Output features of the MLP's first linear: gate and up, or up."""
-        return self.ffn * (2 if self.gated else 1)
+        return self.ffn * self.gates
 
     @property
     def attention_weights(self) -> int:
@@ -95,8 +129,21 @@ class Model:
     @property
     def mlp_weights(self) -> int:
         """Elements of both linears and the first one's bias."""
-        bias = self.fc1_width if self.biases else 0
-        return self.hidden * (self.fc1_width + self.ffn) + bias
+        return self._mlp(self.ffn)
+
+    @property
+    def shared_weights(self) -> int:
+        """The same of the shared experts."""
+        return self._mlp(self.mixture.shared)
+
+    @property
+    def expert_weights(self) -> int:
+        """The same of all routed experts of a layer."""
+        return self.mixture.count * self._mlp(self.mixture.ffn)
+
+    def _mlp(self, ffn: int) -> int:
+        bias = ffn * self.gates if self.biases else 0
+        return self.hidden * ffn * (self.gates + 1) + bias
 
     @property
     def norm_size(self) -> int:
@@ -111,6 +158,21 @@ class Model:
             norms += 2 * self.channels * (2 if self.layernorm else 1)
         return norms + (2 * self.hidden if self.biases else 0)
 
+    @property
+    def router_weights(self) -> int:
+        """More such parameters of a layer with a mixture: its router, and the shared experts'
+        gate."""
+        return self.hidden * (self.mixture.count + self.mixture.shared_gate)
+
+    def layers_of(self, stage: int, stages: int, virtual: int = 1) -> tuple[bool, ...]:
+        """For each layer of a pipeline stage, in the order of the model, whether it has a mixture
+        of experts."""
+        if self.mixture is None:
+            return (False,) * (self.layers // stages)
+        length = self.layers // (stages * virtual)
+        starts = range(stage * length, self.layers, stages * length)
+        return tuple(moe for at in starts for moe in self.mixture.layers[at : at + length])
+
     def padded_vocab(self, degree: int) -> int:
         """The vocabulary as Megatron pads it for tensor parallel size `degree`."""
         multiple = self.vocab_divisor * degree
@@ -119,10 +181,27 @@ class Model:
     @property
     def parameters(self) -> int:
         """Of the whole model, its vocabulary as it is."""
-        per_layer = self.attention_weights + self.mlp_weights + self.replicated_per_layer
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         positions = self.learned_positions * self.hidden
-        return self.layers * per_layer + tables + positions + self.norm_size
+        layers = self.layers * (self.attention_weights + self.replicated_per_layer)
+        for moe in self.layers_of(0, 1):
+            if moe:
+                layers += self.expert_weights + self.shared_weights + self.router_weights
+            else:
+                layers += self.mlp_weights
+        return layers + tables + positions + self.norm_size
+
+    @property
+    def active_weights(self) -> int:
+        """Weights that a token meets in the layers' products."""
+        count = self.layers * self.attention_weights
+        for moe in self.layers_of(0, 1):
+            if moe:
+                routed = self.expert_weights * self.mixture.chosen // self.mixture.count
+                count += routed + self.shared_weights + self.router_weights
+            else:
+                count += self.mlp_weights
+        return count
 
 
 def from_args(args: Namespace) -> Model:
@@ -134,8 +213,8 @@ def from_args(args: Namespace) -> Model:
     for dest, flag in _NOT_PRICED.items():
         if getattr(args, dest, None):
             raise TSPError(
-                f"megatron-tsp plan does not price {flag}: its closed forms are of dense GPT "
-                "layers with causal attention; use megatron-tsp trace"
+                f"megatron-tsp plan does not price {flag}: its closed forms are of GPT layers "
+                "with causal attention; use megatron-tsp trace"
             )
     for dest in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if not getattr(args, dest, None):
@@ -177,4 +256,36 @@ def from_args(args: Namespace) -> Model:
         adam=args.optimizer == "adam",
         momentum=bool(getattr(args, "sgd_momentum", 0.9)),
         fused_activation=bool(args.bias_swiglu_fusion if gated else args.bias_gelu_fusion),
+        mixture=_mixture(args, ffn),
+    )
+
+
+def _mixture(args: Namespace, ffn: int) -> Experts | None:
+    if not args.num_experts:
+        return None
+    dispatcher = args.moe_token_dispatcher_type
+    if dispatcher not in ("alltoall", "allgather"):
+        raise TSPError(
+            f"--moe-token-dispatcher-type {dispatcher}: megatron-tsp plan prices alltoall and "
+            "allgather"
+        )
+    layers, frequency = args.num_layers, args.moe_layer_freq
+    if isinstance(frequency, int):
+        frequency = [at % frequency == 0 for at in range(layers)]
+    if len(frequency) != layers:
+        raise TSPError(f"--moe-layer-freq names {len(frequency)} layers of {layers}")
+    balance, weight = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    coefficients = weight if isinstance(weight, list) else [weight]
+    kinds = balance if isinstance(balance, list) else [balance]
+    wide = args.moe_router_dtype in ("fp32", "fp64")
+    return Experts(
+        count=args.num_experts,
+        chosen=args.moe_router_topk,
+        ffn=args.moe_ffn_hidden_size or ffn,
+        layers=tuple(bool(moe) for moe in frequency),
+        shared=args.moe_shared_expert_intermediate_size or 0,
+        shared_gate=bool(args.moe_shared_expert_gate),
+        dispatcher=dispatcher,
+        router_element=4 if wide or not (args.bf16 or args.fp16) else 2,
+        counted=any(kind.endswith("aux_loss") for kind in kinds) and any(coefficients),
     )

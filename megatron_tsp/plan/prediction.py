@@ -1,15 +1,17 @@
 """How long a training step takes, and what of it is exposed."""
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 
-from megatron_tsp.plan import memory, traffic
+from megatron_tsp.plan import experts, memory, traffic
 from megatron_tsp.plan import work as passes
 from megatron_tsp.plan.hardware import Hardware
 from megatron_tsp.plan.layer import layer
 from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
 from megatron_tsp.plan.timeline import COMPUTE, Timeline
+from megatron_tsp.plan.transfer import Transfer
 from megatron_tsp.plan.walk import Walk
 from megatron_tsp.plan.work import Work
 
@@ -47,17 +49,13 @@ class Phase:
         )
 
 
-NOTHING = Phase(0.0, {}, {})
-
-
 @dataclass(frozen=True)
 class Prediction:
     """A layout on a machine.
 
     Attributes:
         step: seconds of a training step.
-        tokens_per_s: of the whole job.
-        phase: what the slowest stage does in `step`; the pipeline's bubble is in `waited`.
+        parts: what the slowest stage does in it: stretches, and how often.
         memory: bytes by part, of the stage with most.
     """
 
@@ -65,8 +63,16 @@ class Prediction:
     layout: Layout
     hardware: Hardware
     step: float
-    phase: Phase
+    parts: tuple[tuple[Phase, float], ...]
     memory: memory.Memory
+
+    @property
+    def phase(self) -> Phase:
+        """What the slowest stage does in `step`; the pipeline's bubble is in `waited`."""
+        whole = Phase(0.0, {}, {})
+        for part, times in self.parts:
+            whole = whole + part * times
+        return whole
 
     @property
     def sent(self) -> float:
@@ -86,100 +92,150 @@ class Prediction:
     def flops_share(self) -> float:
         """Model FLOPs (3 times the forward's, causal attention, nothing counted twice) to peak."""
         model = self.model
-        weights = model.layers * (model.attention_weights + model.mlp_weights)
-        weights += model.vocab * model.hidden
+        weights = model.active_weights + model.vocab * model.hidden
         attention = 2 * model.layers * model.sequence * model.q_width
         flops = 3 * (2 * weights + attention) * self.tokens_per_s
         return flops / (self.layout.ranks * self.hardware.numbers["matmul"] * 1e12)
 
 
-def predict(model: Model, layout: Layout, hardware: Hardware) -> Prediction:
-    """The prediction for one layout; nothing is checked here (`search.check`)."""
-    inner = replace(
-        layout, data=1, pipeline=1, virtual=1, distributed_optimizer=False, overlap_grads=False,
-        overlap_params=False,
-    )  # fmt: skip
-    once, back = layer_phases(replace(model, layers=1, global_batch=1), inner, hardware)
-    ends = end_phases(replace(model, layers=1, global_batch=1), inner, hardware)
-    layers = model.layers // layout.pipeline
-    micro = layout.micro_batches(model.global_batch)
+def predict(
+    model: Model, layout: Layout, hardware: Hardware, needs: memory.Memory | None = None
+) -> Prediction:
+    """The prediction for one layout; nothing is checked here (`search.check`). `needs`: its memory,
+    if that is known."""
+    kinds, ends = _of_group(_one_layer(model), layout.group_only, hardware)
+    stages, micro = layout.pipeline, layout.micro_batches(model.global_batch)
+    both, (grads, params, other, update) = _of_grid(model, layout.grid_only, hardware)
+    hop = _hop(model, layout.grid_only, hardware, layout.micro_batch) if stages > 1 else 0.0
+    # The slowest stage: the last, with the loss, unless another has more mixtures.
+    parts, slowest = (), 0.0
+    for stage, counts in both:
+        last = stage == stages - 1
+        mine = [(phase, n) for n, pair in zip(counts, kinds, strict=False) if n for phase in pair]
+        mine += [(ends[0], 1)] if stage == 0 else []
+        mine += [(ends[1], 1)] if last else []
+        seconds = sum(phase.total * times for phase, times in mine)
+        if seconds > slowest:
+            parts, slowest, layers = mine, seconds, counts
+    parts = [(phase, times * micro) for phase, times in parts]
+    bubble = (stages - 1) / layout.virtual * slowest
+    step = slowest * micro
+    if hop:
+        # Interleaved stages send while they compute, but for the bubble.
+        exposed = (stages - 1) * hop
+        if layout.virtual == 1:
+            exposed += micro * hop
+        moved = layout.virtual * hop * micro
+        parts.append((Phase(exposed, {"pipeline": moved}, {"pipeline": exposed}), 1))
+        step += exposed
+    parts.append((Phase(bubble, {}, {"pipeline": bubble}), 1))
+    # Of what overlaps, the last layer's gradients and the first layer's parameters cannot.
+    pairs = list(zip(layers, kinds, strict=False))
+    busy, number = grads + params + other, sum(layers)
+    if layout.overlap_grads:
+        backward = sum(n * pair[1].total for n, pair in pairs)
+        grads = max(grads / number, grads - backward * (1 - 1 / number))
+    if layout.overlap_params:
+        forward = sum(n * pair[0].total for n, pair in pairs)
+        params = max(params / number, params - forward * (1 - 1 / number))
+    waited = grads + params + other
+    tail = Phase(update + waited, {COMPUTE: update, "data": busy}, {"data": waited})
+    parts.append((tail, 1))
+    step += bubble + tail.total
+    needs = needs or memory.largest(model, layout)
+    return Prediction(model, layout, hardware, step, tuple(parts), needs)
+
+
+@lru_cache(maxsize=64)
+def _one_layer(model: Model) -> Model:
+    """What a layer's time depends on."""
+    return replace(model, layers=1, global_batch=1)
+
+
+@lru_cache(maxsize=65536)
+def _of_group(model: Model, layout: Layout, hardware: Hardware):
+    """((forward, backward) of a layer, without and with a mixture; (embedding, loss), both ways)"""
+    kinds = (False, True) if model.mixture else (False,)
+    layers = tuple(layer_phases(model, layout, hardware, moe) for moe in kinds)
+    return layers, end_phases(model, layout.ends_only, hardware)
+
+
+@lru_cache(maxsize=4096)
+def _of_grid(model: Model, layout: Layout, hardware: Hardware):
+    """(stages that may be the slowest, with their layers without and with a mixture; seconds of
+    what comes once a step)."""
+    stages = range(layout.pipeline) if model.mixture else {0, layout.pipeline - 1}
+    counts: dict[tuple, int] = {}
+    for stage in stages:
+        kinds = model.layers_of(stage, layout.pipeline, layout.virtual)
+        ends = stage == 0, stage == layout.pipeline - 1
+        counts[kinds.count(False), kinds.count(True), *ends] = stage
+    both = tuple((stage, key[:2]) for key, stage in counts.items())
+    return both, _once(Work(model, layout, hardware))
+
+
+@lru_cache(maxsize=4096)
+def _hop(model: Model, layout: Layout, hardware: Hardware, micro_batch: int) -> float:
+    """Seconds for a micro-batch's activations and their gradients to pass between two stages."""
     work = Work(model, layout, hardware)
-    # The slowest stage: with the loss, or with the embedding, or both.
-    both = NOTHING
-    for end, has in zip(ends, (layout.pipeline == 1, True), strict=True):
-        both = both + (end if has else NOTHING)
-    batch = (once + back) * layers + both
-    hops = 0.0
-    if layout.pipeline > 1:
-        [sent] = traffic.pipeline(model, replace(layout, virtual=1), 1) or [None]
-        hops = layout.virtual * work.seconds(sent)
-        batch = batch + Phase(hops, {"pipeline": hops}, {"pipeline": hops})
-    steady = batch * micro
-    bubble = (layout.pipeline - 1) / layout.virtual * batch.total
-    tail = _tail(work, once.total * layers, back.total * layers)
-    step = steady.total + bubble + tail.total
-    waited = Phase(bubble, {}, {"pipeline": bubble})
-    return Prediction(
-        model,
-        layout,
-        hardware,
-        step,
-        steady + waited + tail,
-        memory.largest(model, layout),
-    )
+    size = micro_batch * work.tokens * model.hidden * model.element
+    return work.seconds(Transfer("send", "pp", "other", Fraction(2 * size)))
 
 
-def _tail(work: Work, forward: float, backward: float) -> Phase:
-    """What comes once a step: sums of gradients, the optimizer, parameters back."""
-    model, layout, hardware = work.model, work.layout, work.hardware
+def _once(work: Work) -> tuple[float, float, float, float]:
+    """Seconds of what comes once a step: (sums of gradients over replicas, parameters back, other
+    sums, the optimizer)."""
+    model, layout = work.model, work.layout
     grads = params = other = 0.0
     for transfer in traffic.gradients(model, layout):
         seconds = work.seconds(transfer)
-        if transfer.group != "dp-cp":
+        if transfer.group not in ("dp-cp", experts.OF_REPLICAS):
             other += seconds
         elif transfer.collective == "all_gather":
             params += seconds
         else:
             grads += seconds
-    busy = grads + params + other
-    # Of what overlaps, the last layer's gradients and the first layer's parameters cannot.
-    layers = model.layers // layout.pipeline
-    if layout.overlap_grads:
-        grads = max(grads / layers, grads - backward * (1 - 1 / layers))
-    if layout.overlap_params:
-        params = max(params / layers, params - forward * (1 - 1 / layers))
-    owned = traffic.parameters(model, layout)
+    owned: float = traffic.parameters(model, layout)
+    routed: float = traffic.expert_parameters(model, layout)
     if layout.distributed_optimizer:
         owned /= layout.data * layout.context
-    update = hardware.elementwise(OPTIMIZER_BYTES * owned)
-    waited = grads + params + other
-    return Phase(update + waited, {COMPUTE: update, "data": busy}, {"data": waited})
+        routed /= layout.expert_replicas
+    return grads, params, other, work.hardware.elementwise(OPTIMIZER_BYTES * (owned + routed))
 
 
-def layer_phases(model: Model, layout: Layout, hardware: Hardware) -> tuple[Phase, Phase]:
-    """(forward, backward with what is recomputed) of a layer among others, for one micro-batch."""
-    plain = replace(layout, recompute="none", modules=(), recompute_layers=1)
-    forward = _of_layer(model, replace(plain, save_activations=False), hardware, "forward")
-    backward = _of_layer(model, replace(layout, recompute="none"), hardware, "backward")
+def layer_phases(
+    model: Model, layout: Layout, hardware: Hardware, moe: bool = False
+) -> tuple[Phase, Phase]:
+    """(forward, backward with what is recomputed) of a layer among others, for one micro-batch;
+    `moe`: of one with a mixture of experts."""
+    if not moe:
+        layout = layout.but(expert=1)
+    plain = layout.but(recompute="none", modules=(), recompute_layers=1)
+    simple = plain.but(save_activations=False, save_kv=False)
+    forward = _of_layer(model, simple, hardware, "forward", moe)
+    # Only norms that are computed again are part of the backward's own order.
+    own = plain.but(modules=("layernorm",), recompute="selective")
+    own = own if layout.recomputes("layernorm") else plain
+    backward = _of_layer(model, own, hardware, "backward", moe)
     if layout.recompute == "full":
         backward = backward + forward
     if layout.recomputes("core_attn"):
-        backward = backward + _of_layer(model, plain, hardware, "attend")
-    if layout.recomputes("mlp"):
-        backward = backward + _of_layer(model, plain, hardware, "feed_forward")
+        backward = backward + _of_layer(model, simple, hardware, "attend", moe)
+    if layout.recomputes("moe" if moe else "mlp"):
+        backward = backward + _of_layer(model, simple, hardware, "feed_forward", moe)
     return forward, backward
 
 
 @lru_cache(maxsize=65536)
-def _of_layer(model: Model, layout: Layout, hardware: Hardware, part: str) -> Phase:
+def _of_layer(model: Model, layout: Layout, hardware: Hardware, part: str, moe: bool) -> Phase:
     time = Timeline(hardware.overlap)
-    return _second(time, getattr(layer(time, Work(model, layout, hardware)), part))
+    return _second(time, getattr(layer(time, Work(model, layout, hardware, moe)), part))
 
 
 def _second(time: Timeline, run) -> Phase:
     """The second of two runs on a timeline: its first transfer was issued by the first."""
     run()
-    start, busy, waited = time.now, dict(time.busy), dict(time.waited)
+    start, busy, waited = time.now, time.busy, dict(time.waited)
     run()
     return Phase(
         time.now - start,
@@ -195,7 +251,7 @@ def end_phases(model: Model, layout: Layout, hardware: Hardware) -> tuple[Phase,
     first, last = Timeline(hardware.overlap), Timeline(hardware.overlap)
     for half in traffic.embedding(model, layout):
         for transfer in half:
-            first.wait(first.transfer(work.seconds(transfer), "embedding", first.issued()))
+            first.wait(first.transfer(work.seconds(transfer), "embedding"))
         first.kernel(work.elementwise(4, work.tokens * model.hidden))
     vocab = model.padded_vocab(layout.degree)
     element = model.element
@@ -222,13 +278,13 @@ def end_phases(model: Model, layout: Layout, hardware: Hardware) -> tuple[Phase,
 
         def moved(transfers):
             for transfer in transfers:
-                last.wait(last.transfer(work.seconds(transfer), "activations", last.issued()))
+                last.wait(last.transfer(work.seconds(transfer), "activations"))
 
         moved(there)
         last.kernel(product + work.elementwise(passes.CROSS_ENTROPY[element], logits))
         moved(back)
         last.kernel(2 * product + work.elementwise(passes.CROSS_ENTROPY_BACKWARD[element], logits))
-    return tuple(Phase(t.now, dict(t.busy), dict(t.waited)) for t in (first, last))
+    return tuple(Phase(t.now, t.busy, dict(t.waited)) for t in (first, last))
 
 
 def _sum(one: dict[str, float], two: dict[str, float]) -> dict[str, float]:

@@ -31,6 +31,17 @@ def from_args(args: Namespace, ranks: int) -> Layout:
             f"--gpus {ranks}: a replica of the present layout takes {degree} x {context} x "
             f"{pipeline} = {replica} ranks; the nearest are {_near(ranks, replica)}"
         )
+    expert = args.expert_model_parallel_size if args.num_experts else 1
+    width = args.expert_tensor_parallel_size or (1 if args.tsp_size else degree)
+    if args.num_experts and width > 1:
+        raise TSPError(
+            f"--expert-tensor-parallel-size {width}: megatron-tsp plan prices whole experts, 1"
+        )
+    if ranks // pipeline % expert:
+        raise TSPError(
+            f"--expert-model-parallel-size {expert} does not divide the {ranks // pipeline} ranks "
+            "of a pipeline stage"
+        )
     recompute, modules, layers = _recompute(args)
     exchange = "allgather"
     if args.tsp_size:
@@ -47,6 +58,7 @@ def from_args(args: Namespace, ranks: int) -> Layout:
         context=context,
         pipeline=pipeline,
         data=ranks // replica,
+        expert=expert,
         virtual=args.num_virtual_stages_per_pipeline_rank or 1,
         micro_batch=args.micro_batch_size or 1,
         recompute=recompute,
@@ -83,10 +95,11 @@ def _recompute(args: Namespace) -> tuple[str, tuple[str, ...], int]:
         granularity = "selective"
     if granularity == "selective":
         modules = tuple(args.recompute_modules or ("core_attn",))
+        priced = (*_MODULES, "moe") if args.num_experts else _MODULES
         for module in modules:
-            if module not in _MODULES:
+            if module not in priced:
                 raise TSPError(
-                    f"--recompute-modules {module}: megatron-tsp plan prices {', '.join(_MODULES)}"
+                    f"--recompute-modules {module}: megatron-tsp plan prices {', '.join(priced)}"
                 )
         return "selective", modules, 1
     if granularity == "full":

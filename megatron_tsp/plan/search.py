@@ -2,19 +2,20 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megatron_tsp import zigzag
 from megatron_tsp.errors import TSPError
-from megatron_tsp.plan import memory
 from megatron_tsp.plan.hardware import Hardware
 from megatron_tsp.plan.layout import Layout
+from megatron_tsp.plan.memory import largest
 from megatron_tsp.plan.model import Model
 from megatron_tsp.plan.prediction import Prediction, predict
 
 #: The largest tensor-parallel, TSP or context-parallel size that is tried.
 LARGEST = 64
 MICRO_BATCHES = (1, 2, 4, 8)
+#: Virtual pipeline stages of a rank.
+MOST_VIRTUAL = 8
 #: (attention, MLP and vocabulary): the default, and one schedule for all.
 SCHEDULES = (("broadcast", "ring"), *((name, name) for name in ("broadcast", "ring", "gather")))
 PROGRESS_AFTER = 2.0
@@ -22,8 +23,17 @@ PROGRESS_AFTER = 2.0
 
 def check(model: Model, layout: Layout) -> str | None:
     """Why a layout does not run, or None: the rules of `megatron_tsp.arguments` and Megatron."""
+    return _check_group(model, layout) or _check_grid(model, layout)
+
+
+def _check_group(model: Model, layout: Layout) -> str | None:
     degree, heads, groups = layout.degree, model.heads, model.kv_heads
-    sizes = {"heads": heads, "ffn": model.ffn}
+    sizes = {"heads": heads}
+    mixture = model.mixture
+    if mixture is None or not all(mixture.layers):
+        sizes["ffn"] = model.ffn
+    if mixture is not None and mixture.shared:
+        sizes["width of the shared experts"] = mixture.shared
     for name, size in sizes.items():
         if size % degree:
             return f"{name} {size} is not divisible by {degree}"
@@ -31,13 +41,6 @@ def check(model: Model, layout: Layout) -> str | None:
         return f"{groups} KV heads neither divide {degree} nor are a multiple of it"
     if (model.q_width + 2 * model.kv_width) % degree:
         return f"the rows of QKV are not divisible by {degree}"
-    if model.layers % (layout.pipeline * layout.virtual):
-        return f"{model.layers} layers are not divisible by {layout.pipeline} stages"
-    if model.global_batch % (layout.data * layout.micro_batch):
-        return (
-            f"a global batch of {model.global_batch} is not divisible by {layout.data} replicas of "
-            f"{layout.micro_batch}"
-        )
     try:
         zigzag.chunk_length(model.sequence, layout.token_ranks)
     except TSPError as error:
@@ -48,8 +51,25 @@ def check(model: Model, layout: Layout) -> str | None:
         ranks = layout.degree * layout.context
         if heads % ranks:
             return f"heads are not divisible by {ranks} ranks"
+    return None
+
+
+def _check_grid(model: Model, layout: Layout) -> str | None:
+    if model.layers % (layout.pipeline * layout.virtual):
+        return f"{model.layers} layers are not divisible by {layout.pipeline} stages"
+    if model.global_batch % (layout.data * layout.micro_batch):
+        return (
+            f"a global batch of {model.global_batch} is not divisible by {layout.data} replicas of "
+            f"{layout.micro_batch}"
+        )
     if layout.virtual > 1 and layout.micro_batches(model.global_batch) % layout.pipeline:
         return "interleaving needs micro-batches in multiples of the stages"
+    if layout.expert > 1:
+        if model.mixture.count % layout.expert:
+            return f"{model.mixture.count} experts are not divisible by {layout.expert}"
+        ranks = layout.degree * layout.context * layout.data
+        if ranks % layout.expert:
+            return f"the {ranks} ranks of a stage are not divisible by {layout.expert} for experts"
     return None
 
 
@@ -61,45 +81,78 @@ def layouts(model: Model, ranks: int, base: Layout, folds: bool, beside: bool) -
         folds: TSP carries the model.
         beside: TSP runs beside context parallelism.
     """
-    base = replace(base, virtual=1, modules=(), recompute_layers=1, recompute="none")
+    base = base.but(
+        virtual=1, modules=(), recompute_layers=1, recompute="none", expert=1, save_kv=False,
+        vocab_schedule="ring", exchange="allgather", save_activations=False,
+    )  # fmt: skip
     for degree in _divisors(ranks, LARGEST):
         for context in _divisors(ranks // degree, LARGEST):
-            for pipeline in _divisors(ranks // degree // context, model.layers):
-                data = ranks // degree // context // pipeline
-                grid = replace(
-                    base, degree=degree, context=context, pipeline=pipeline, data=data,
-                    vocab_schedule="ring", exchange="allgather", save_activations=False,
-                )  # fmt: skip
-                for micro_batch in MICRO_BATCHES:
-                    sized = replace(grid, micro_batch=micro_batch)
-                    candidates = _tensor_parallel(replace(sized, fold=False))
-                    if folds and degree > 1 and (beside or context == 1):
-                        candidates = [*candidates, *_folded(replace(sized, fold=True))]
-                    for layout in candidates:
-                        if check(model, layout) is None:
-                            yield layout
+            group = base.but(degree=degree, context=context)
+            ways = _tensor_parallel(group.but(fold=False), model)
+            if folds and degree > 1 and (beside or context == 1):
+                ways += _folded(group.but(fold=True), model)
+            grids = list(_around(model, ranks // degree // context))
+            for micro_batch in MICRO_BATCHES:
+                for way in ways:
+                    sized = way.but(micro_batch=micro_batch)
+                    if _check_group(model, sized.group_only) is not None:
+                        continue
+                    for stages, virtual, data in grids:
+                        layout = sized.but(pipeline=stages, virtual=virtual, data=data)
+                        if _check_grid(model, layout) is None:
+                            yield from _spread(model, layout)
 
 
-def _tensor_parallel(layout: Layout) -> list[Layout]:
+def _around(model: Model, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(pipeline stages, virtual stages a rank, replicas) of so many groups."""
+    for stages in _divisors(ranks, model.layers):
+        if model.layers % stages:
+            continue
+        for virtual in _divisors(model.layers // stages, MOST_VIRTUAL) if stages > 1 else (1,):
+            yield stages, virtual, ranks // stages
+
+
+def _spread(model: Model, layout: Layout) -> Iterator[Layout]:
+    """The layout with its experts over as many ranks as they can be."""
+    if model.mixture is None:
+        yield layout
+        return
+    stage = layout.degree * layout.context * layout.data
+    for expert in _divisors(model.mixture.count, LARGEST):
+        if stage % expert == 0:
+            yield layout.but(expert=expert)
+
+
+def _tensor_parallel(layout: Layout, model: Model) -> list[Layout]:
     exchanges = ("allgather", "alltoall", "ring") if layout.context > 1 else ("allgather",)
+    lean = [("mlp", "layernorm")]
+    if model.mixture:
+        mixed = ("mlp",) if not all(model.mixture.layers) else ()
+        lean = [(*mixed, "layernorm"), ("moe", *mixed, "layernorm")]
+    modes = [("none", ()), *(("selective", modules) for modules in lean), ("full", ())]
     return [
-        replace(layout, exchange=exchange, recompute=recompute, modules=modules)
+        layout.but(exchange=exchange, recompute=recompute, modules=modules)
         for exchange in exchanges
-        for recompute, modules in (
-            ("none", ()), ("selective", ("mlp", "layernorm")), ("full", ()),
-        )
-    ]  # fmt: skip
+        for recompute, modules in modes
+    ]
 
 
-def _folded(layout: Layout) -> list[Layout]:
+def _folded(layout: Layout, model: Model) -> list[Layout]:
+    modes, mixture = [{}, {"recompute": "full"}], model.mixture
+    streams = mixture is None or mixture.shared or not all(mixture.layers)
+    if streams:
+        modes.append({"save_activations": True})
+    if mixture:
+        modes.append({"recompute": "selective", "modules": ("moe",)})
+    kept = {"save_activations": bool(streams), "save_kv": True}
     return [
-        replace(
-            layout, exchange=exchange, attention_schedule=attention, mlp_schedule=mlp,
-            vocab_schedule=mlp, recompute=recompute, save_activations=saves,
+        layout.but(
+            exchange=exchange, attention_schedule=attention, mlp_schedule=mlp, vocab_schedule=mlp,
+            **mode,
         )
         for exchange in ("allgather", "alltoall")
         for attention, mlp in SCHEDULES
-        for recompute, saves in (("none", False), ("none", True), ("full", False))
+        for mode in (modes if exchange == "alltoall" else [*modes, kept])
     ]  # fmt: skip
 
 
@@ -120,9 +173,10 @@ def search(
         raise TSPError(_no_layout(model, ranks))
     fitting, tightest = [], None
     for layout in _progress(candidates):
-        needs = memory.largest(model, layout).peak
+        memory = largest(model, layout)
+        needs = memory.peak
         if needs <= hardware.usable_memory:
-            fitting.append(predict(model, layout, hardware))
+            fitting.append(predict(model, layout, hardware, memory))
         elif tightest is None or needs < tightest[0]:
             tightest = needs, layout
     if not fitting:

@@ -1,72 +1,57 @@
 """A rank's streams: what runs when, in the order in which it is issued."""
 
 from collections import defaultdict
-from typing import NamedTuple
 
 COMPUTE = "compute"
 
-
-class Event(NamedTuple):
-    """Something that ends at a time, on a stream."""
-
-    end: float
-    stream: str
-
-
-START = Event(0.0, COMPUTE)
+#: Something that ends at a time, on a stream.
+Event = tuple[float, str]
+START: Event = (0.0, COMPUTE)
 
 
 class Timeline:
     """Streams of one rank. Work on a stream runs in order; transfers also share the links.
 
     Attributes:
-        busy: seconds by stream, of work.
+        now: when the last kernel ends.
+        computed: seconds of kernels.
+        moved: seconds by stream, of transfers.
         waited: seconds in which no kernel ran, by the stream that was waited for.
     """
 
     def __init__(self, overlap: bool = True):
         self.overlap = overlap
-        self.busy: dict[str, float] = defaultdict(float)
+        self.now = self.computed = 0.0
+        self.moved: dict[str, float] = defaultdict(float)
         self.waited: dict[str, float] = defaultdict(float)
-        self._kernel = self._links = START
-        self._last: dict[str, Event] = {}
+        self._links = 0.0
 
     @property
-    def now(self) -> float:
-        """When the last kernel ends."""
-        return self._kernel.end
+    def busy(self) -> dict[str, float]:
+        """Seconds of work by stream."""
+        return {COMPUTE: self.computed, **self.moved}
 
-    def kernel(self, seconds: float, *after: Event) -> Event:
-        """Run a kernel after these events."""
-        start = free = self._kernel.end
-        for end, stream in after:
-            if end > start:
-                start, cause = end, stream
-        if start > free:
-            self.waited[cause] += start - free
-        self.busy[COMPUTE] += seconds
-        self._kernel = Event(start + seconds, COMPUTE)
-        return self._kernel
+    def kernel(self, seconds: float) -> None:
+        """Run a kernel."""
+        self.now += seconds
+        self.computed += seconds
 
-    def transfer(self, seconds: float, stream: str, *after: Event) -> Event:
-        """Start a transfer after what has been issued to `stream`, the links, and these events."""
+    def transfer(self, seconds: float, stream: str) -> Event:
+        """Start a transfer of what the kernels issued so far make: after them, and after the
+        transfers that were issued before, whose links it shares."""
         if not seconds:
-            return max(after, default=START)
+            return START
+        self.moved[stream] += seconds
         if not self.overlap:  # the processor does it
-            event = self.kernel(seconds, *after)
-            self.busy[COMPUTE] -= seconds
-            self.busy[stream] += seconds
+            self.now += seconds
             self.waited[stream] += seconds
-            return event
-        start = max(self._last.get(stream, START).end, self._links.end, *(e.end for e in after))
-        self.busy[stream] += seconds
-        self._last[stream] = self._links = Event(start + seconds, stream)
-        return self._links
+            return self.now, stream
+        self._links = max(self._links, self.now) + seconds
+        return self._links, stream
 
-    def issued(self) -> Event:
-        """What the compute stream has been given so far: transfers of its results come after."""
-        return self._kernel
-
-    def wait(self, *events: Event) -> None:
-        """Let the compute stream wait."""
-        self.kernel(0.0, *events)
+    def wait(self, event: Event) -> None:
+        """Let the kernels that follow wait."""
+        end, stream = event
+        if end > self.now:
+            self.waited[stream] += end - self.now
+            self.now = end

@@ -18,11 +18,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
 
 from megatron_tsp.layers.head_shares import shares
+from megatron_tsp.plan import experts
 from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
+from megatron_tsp.plan.transfer import Transfer, Transfers, share, tokens
 
 #: What a walk over weight shards is counted as, by schedule: the weights, and dW.
 COLLECTIVES = {
@@ -32,28 +33,6 @@ COLLECTIVES = {
 }
 #: Bytes of a main gradient, and of a loss.
 WIDE = 4
-
-
-class Transfer(NamedTuple):
-    """What one rank sends by one kind of collective.
-
-    Attributes:
-        collective, group, block: as `traffic.Counter` names them.
-        sent: bytes, exactly.
-    """
-
-    collective: str
-    group: str
-    block: str
-    sent: Fraction
-
-
-Transfers = list[Transfer]
-
-
-def share(ranks: int) -> Fraction:
-    """(ranks - 1)/ranks."""
-    return Fraction(ranks - 1, ranks)
 
 
 def total(transfers: Iterable[Transfer], *keys: str) -> dict:
@@ -70,22 +49,20 @@ def total(transfers: Iterable[Transfer], *keys: str) -> dict:
 # ---------------------------------------------------------------------------------------------
 
 
-def tokens(model: Model, layout: Layout) -> int:
-    """N/C: tokens of a micro-batch in one tensor-parallel or TSP group."""
-    return layout.micro_batch * model.sequence // layout.context
-
-
 def dw_element(model: Model) -> int:
     """Bytes of an element of dW between TSP's ranks."""
     return max(model.element, 4) if model.wide_grads else model.element
 
 
 def weights(model: Model, layout: Layout, block: str) -> tuple[Transfer, Transfer]:
-    """A walk over a block's weights: (the weights, their dW)."""
-    elements = {
-        "attention": model.attention_weights,
-        "mlp": model.mlp_weights,
-    }.get(block) or model.padded_vocab(layout.degree) * model.hidden
+    """A walk over a block's weights: (the weights, their dW). Of shared experts: "shared"."""
+    if block == "attention":
+        elements = model.attention_weights
+    elif block in ("mlp", "shared"):
+        elements = model.mlp_weights if block == "mlp" else model.shared_weights
+        block = "mlp"
+    else:
+        elements = model.padded_vocab(layout.degree) * model.hidden
     schedule = {
         "attention": layout.attention_schedule,
         "mlp": layout.mlp_schedule,
@@ -145,53 +122,57 @@ def shared_heads(model: Model, layout: Layout) -> Transfers:
     return [Transfer(kind, "tp", "attention", whole) for kind in ("all_gather", "reduce_scatter")]
 
 
-def forward(model: Model, layout: Layout) -> Transfers:
-    """A layer's forward, for one micro-batch."""
+def feed_forward(model: Model, layout: Layout, moe: bool) -> tuple[Transfers, Transfers]:
+    """A layer's MLP, or its mixture of experts: (forward, backward)."""
+    there, back = experts.dispatch(model, layout) if moe else ([], [])
+    if moe and not model.mixture.shared:
+        return there, back
+    if layout.fold:
+        walk, dw = weights(model, layout, "shared" if moe else "mlp")
+        return [walk, *there], [walk, dw, *back]
+    both = activations(model, layout, 1, 1)
+    return [*both, *there], [*activations(model, layout, 2, 1), *back]
+
+
+def forward(model: Model, layout: Layout, moe: bool = False) -> Transfers:
+    """A layer's forward, for one micro-batch; `moe`: of one with a mixture of experts."""
     there, _ = exchange(model, layout)
+    after = feed_forward(model, layout, moe)[0]
     if not layout.fold:
         return [
             *activations(model, layout, 1, 1, "attention"),
             *shared_heads(model, layout)[:1],
             *there,
-            *activations(model, layout, 1, 1),
+            *after,
         ]
-    return [
-        weights(model, layout, "attention")[0],
-        *there,
-        weights(model, layout, "mlp")[0],
-    ]
+    return [weights(model, layout, "attention")[0], *there, *after]
 
 
-def backward(model: Model, layout: Layout) -> Transfers:
+def backward(model: Model, layout: Layout, moe: bool = False) -> Transfers:
     """A layer's backward, without what is recomputed."""
     _, back = exchange(model, layout)
+    after = feed_forward(model, layout, moe)[1]
     if not layout.fold:
         return [
             *activations(model, layout, 2, 1, "attention"),
             *shared_heads(model, layout)[1:],
             *back,
-            *activations(model, layout, 2, 1),
+            *after,
         ]
-    return [
-        *weights(model, layout, "attention"),
-        *back,
-        *weights(model, layout, "mlp"),
-    ]
+    return [*weights(model, layout, "attention"), *back, *after]
 
 
-def recompute(model: Model, layout: Layout) -> Transfers:
-    """What a layer sends again in the backward because it is computed again."""
-    if layout.recompute == "full":
-        return forward(model, layout)
+def recompute(model: Model, layout: Layout, moe: bool = False) -> Transfers:
+    """What a layer sends again in the backward because it is computed again. Tokens of experts are
+    counted once: only where gradients are."""
     sent = []
+    if layout.recompute == "full":
+        sent += forward(model, layout, moe)
     if layout.recomputes("core_attn"):
         sent += exchange(model, layout)[0]
-    if layout.recomputes("mlp"):
-        if layout.fold:
-            sent.append(weights(model, layout, "mlp")[0])
-        else:
-            sent += activations(model, layout, 1, 1)
-    return sent
+    if layout.recomputes("moe" if moe else "mlp"):
+        sent += feed_forward(model, layout, moe)[0]
+    return [transfer for transfer in sent if transfer.group != experts.OF_COUNTS]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -238,10 +219,27 @@ def loss(model: Model, layout: Layout) -> tuple[Transfers, Transfers]:
 # ---------------------------------------------------------------------------------------------
 
 
+def sharded_weights(model: Model, moe: bool) -> int:
+    """Weights of a layer that a tensor-parallel or TSP group shares."""
+    return model.attention_weights + (model.shared_weights if moe else model.mlp_weights)
+
+
+def replicated(model: Model, moe: bool) -> int:
+    """Parameters of a layer that each rank of the group holds whole."""
+    return model.replicated_per_layer + (model.router_weights if moe else 0)
+
+
+def expert_parameters(model: Model, layout: Layout, stage: int = 0) -> int:
+    """Parameters of routed experts, of a rank of a pipeline stage."""
+    mixtures = sum(model.layers_of(stage, layout.pipeline, layout.virtual))
+    return mixtures and mixtures * experts.held(model, layout)
+
+
 def parameters(model: Model, layout: Layout, stage: int = 0) -> int:
-    """Parameters of a rank of a pipeline stage, with the padded vocabulary."""
-    sharded = (model.attention_weights + model.mlp_weights) // layout.degree
-    count = model.layers // layout.pipeline * (sharded + model.replicated_per_layer)
+    """Parameters of a rank of a pipeline stage, with the padded vocabulary, without experts."""
+    count = 0
+    for moe in model.layers_of(stage, layout.pipeline, layout.virtual):
+        count += sharded_weights(model, moe) // layout.degree + replicated(model, moe)
     table = model.padded_vocab(layout.degree) // layout.degree * model.hidden
     first, last = stage == 0, stage == layout.pipeline - 1
     count += first * (table + model.learned_positions * model.hidden)
@@ -251,7 +249,8 @@ def parameters(model: Model, layout: Layout, stage: int = 0) -> int:
 
 def _replicated(model: Model, layout: Layout, stage: int) -> int:
     """Parameters whose gradients Megatron sums over the tensor-parallel group."""
-    count = model.layers // layout.pipeline * model.replicated_per_layer
+    kinds = model.layers_of(stage, layout.pipeline, layout.virtual)
+    count = sum(replicated(model, moe) for moe in kinds)
     if stage == layout.pipeline - 1:
         count += model.norm_size
     if stage == 0 and layout.fold:
@@ -266,7 +265,9 @@ def pipeline(model: Model, layout: Layout, stage: int) -> Transfers:
     stages = layout.pipeline * layout.virtual
     mine = range(stage, stages, layout.pipeline)
     sends = sum(1 for s in mine if s < stages - 1) + sum(1 for s in mine if s > 0)
-    return [Transfer("send", "pp", "other", sends * size)] if layout.pipeline > 1 else []
+    # Of two ranks that send to each other at any time, Megatron gives one the default group.
+    group = "world" if layout.virtual > 1 and layout.pipeline == 2 and stage == 1 else "pp"
+    return [Transfer("send", group, "other", sends * size)] if layout.pipeline > 1 else []
 
 
 def batch(model: Model, layout: Layout, stage: int) -> Transfers:
@@ -289,13 +290,18 @@ def gradients(model: Model, layout: Layout, stage: int = 0) -> Transfers:
     sent = []
     small = 2 * share(layout.degree) * _replicated(model, layout, stage) * WIDE
     sent.append(Transfer("all_reduce", "tsp" if layout.fold else "tp", "other", small))
-    ranks = layout.data * layout.context
-    whole = share(ranks) * parameters(model, layout, stage)
-    if layout.distributed_optimizer:
-        sent.append(Transfer("reduce_scatter", "dp-cp", "other", whole * WIDE))
-        sent.append(Transfer("all_gather", "dp-cp", "other", whole * model.element))
-    else:
-        sent.append(Transfer("all_reduce", "dp-cp", "other", 2 * whole * WIDE))
+    for group, ranks, count in (
+        ("dp-cp", layout.data * layout.context, parameters(model, layout, stage)),
+        (experts.OF_REPLICAS, layout.expert_replicas, expert_parameters(model, layout, stage)),
+    ):
+        whole = share(ranks) * count
+        if layout.distributed_optimizer:
+            # Of Megatron's two optimizers, for experts and for the rest, each gathers all.
+            times = 2 if model.mixture and not layout.overlap_params else 1
+            sent.append(Transfer("reduce_scatter", group, "other", whole * WIDE))
+            sent.append(Transfer("all_gather", group, "other", times * whole * model.element))
+        else:
+            sent.append(Transfer("all_reduce", group, "other", 2 * whole * WIDE))
     if model.tied and layout.pipeline > 1 and stage in (0, layout.pipeline - 1):
         table = model.padded_vocab(layout.degree) // layout.degree * model.hidden
         sent.append(Transfer("all_reduce", "embedding", "other", Fraction(table * WIDE)))
@@ -305,11 +311,12 @@ def gradients(model: Model, layout: Layout, stage: int = 0) -> Transfers:
 def step(model: Model, layout: Layout, stage: int = 0) -> Transfers:
     """All that a rank of a pipeline stage sends in a training step."""
     micro = layout.micro_batches(model.global_batch)
-    layers = model.layers // layout.pipeline
-    once = [
-        *forward(model, layout), *backward(model, layout), *recompute(model, layout)
-    ]  # fmt: skip
-    each = [t._replace(sent=t.sent * layers) for t in once] + batch(model, layout, stage)
+    kinds = model.layers_of(stage, layout.pipeline, layout.virtual)
+    each = batch(model, layout, stage)
+    for moe in set(kinds):
+        once = forward(model, layout, moe) + backward(model, layout, moe)
+        once += recompute(model, layout, moe)
+        each += [t._replace(sent=t.sent * kinds.count(moe)) for t in once]
     if stage == 0:
         each += [t for half in embedding(model, layout) for t in half]
     if stage == layout.pipeline - 1:
@@ -322,13 +329,14 @@ def step(model: Model, layout: Layout, stage: int = 0) -> Transfers:
 
 def crossover(model: Model, fold: Layout, other: Layout, whole_step: bool = False) -> Fraction:
     """N above which a layer of `fold` sends fewer bytes than one of `other`: forward, or the
-    whole step. Both are linear in N; infinity is given as -1."""
+    whole step. Both are linear in N; infinity is given as -1. Of the model's last layer."""
+    moe = model.layers_of(0, 1)[-1]
 
     def sent(layout: Layout, batch: int) -> Fraction:
         layout = _with_batch(layout, batch)
-        parts = forward(model, layout)
+        parts = forward(model, layout, moe)
         if whole_step:
-            parts = parts + backward(model, layout) + recompute(model, layout)
+            parts = parts + backward(model, layout, moe) + recompute(model, layout, moe)
         return sum((t.sent for t in parts), Fraction(0))
 
     one, two = (sent(fold, n) - sent(other, n) for n in (1, 2))

@@ -96,7 +96,7 @@ class Walk:
         return self.work.seconds(transfer, parts[schedule])
 
     def _send(self, seconds: float) -> Event:
-        return self.time.transfer(seconds, "weights", self.time.issued())
+        return self.time.transfer(seconds, "weights")
 
     def _prefetch(self, then: Next | None) -> None:
         if then is not None:

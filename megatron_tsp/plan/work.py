@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_tsp.plan import traffic
+from megatron_tsp.plan import experts, traffic
 from megatron_tsp.plan.hardware import Hardware
 from megatron_tsp.plan.layout import Layout
 from megatron_tsp.plan.model import Model
@@ -18,6 +18,8 @@ MERGE = {2: 16, 4: 10}
 ACTIVATION = 5
 ACTIVATION_BACKWARD = 17
 RESIDUAL = 3
+#: fp32 numbers of a router, one for each token and expert: scores, top k, map, and their backward.
+ROUTER = 12
 CROSS_ENTROPY = {2: 20, 4: 10}
 CROSS_ENTROPY_BACKWARD = {2: 12, 4: 7}
 #: Flash attention's backward has 5 products for the forward's 2 (arXiv 2205.14135).
@@ -30,11 +32,12 @@ TOO_MANY = 128 * 2**20
 
 @dataclass(frozen=True)
 class Work:
-    """The sizes of one rank's work in a layer."""
+    """The sizes of one rank's work in a layer; `moe`: in one with a mixture of experts."""
 
     model: Model
     layout: Layout
     hardware: Hardware
+    moe: bool = False
 
     @cached_property
     def tokens(self) -> int:
@@ -47,9 +50,22 @@ class Work:
         return traffic.tokens(self.model, self.layout)
 
     @property
-    def model_weights(self) -> int:
-        """Weights of a layer, of all ranks."""
-        return self.model.attention_weights + self.model.mlp_weights
+    def ffn(self) -> int:
+        """Width of the MLP, or of the shared experts; 0 without."""
+        return self.model.mixture.shared if self.moe else self.model.ffn
+
+    @property
+    def fc1_width(self) -> int:
+        """Output features of its first linear."""
+        return self.ffn * self.model.gates
+
+    @property
+    def local_weights(self) -> float:
+        """Weights of a layer on a rank."""
+        sharded = traffic.sharded_weights(self.model, self.moe) / self.layout.degree
+        if self.moe:
+            sharded += experts.held(self.model, self.layout)
+        return sharded
 
     def matmul(self, m: float, n: float, k: float) -> float:
         """Seconds of [m, k] times [k, n]."""
@@ -85,5 +101,10 @@ class Work:
             "cp": (layout.context, layout.degree),
             "dp-cp": (layout.data * layout.context, layout.degree),
             "pp": (2, inner * layout.data),
+            "world": (2, inner * layout.data),
+            "tp-cp": (inner, 1),
+            "ep": (layout.expert, 1),
+            "expert-tensor-and-model-parallel": (layout.expert, 1),
+            "expert-data-parallel": (layout.expert_replicas, layout.expert),
             "embedding": (2, inner * layout.data * max(layout.pipeline - 1, 1)),
         }[name]
