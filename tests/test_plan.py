@@ -256,7 +256,7 @@ def test_experts_are_spread_over_what_divides():
     fitting, _ = _search(model, 16, "h200")
     spread = {p.layout.expert for p in fitting}
     assert {1, 2, 4, 8, 16} >= spread and max(spread) > 2
-    assert all(p.layout.degree * p.layout.data % p.layout.expert == 0 for p in fitting)
+    assert all(p.layout.ranks // p.layout.pipeline % p.layout.expert == 0 for p in fitting)
     assert any(p.layout.fold for p in fitting)
     # More ranks a copy of the experts: less memory, more on the wire.
     fold = Layout(fold=True, degree=8, data=2)

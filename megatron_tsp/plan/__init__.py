@@ -111,7 +111,6 @@ def read(
     Raises:
         TSPError: as `ab.config.read` and `ab.arms.check_flags`, or a setting is not priced.
     """
-    from megatron_tsp import refusals
     from megatron_tsp.ab import arms, quiet_imports
     from megatron_tsp.ab import config as config_module
 
@@ -144,6 +143,8 @@ def read(
             )
         shape = replace(shape, global_batch=batch)
     now = present.from_args(args, ranks)
+    from megatron_tsp import refusals
+
     refusal = ""
     try:
         refusals.refuse(args)

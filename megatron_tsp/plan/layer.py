@@ -11,7 +11,7 @@ from megatron_tsp.plan import work as passes
 from megatron_tsp.plan.attention import Attention
 from megatron_tsp.plan.mixture import Mixture
 from megatron_tsp.plan.timeline import Event, Timeline
-from megatron_tsp.plan.walk import Walk
+from megatron_tsp.plan.walk import Next, Walk
 from megatron_tsp.plan.work import Work
 
 
@@ -41,7 +41,7 @@ class FoldedLayer:
         self._after = (self.mlp, layout.mlp_schedule) if work.ffn else self._first
 
     @property
-    def _first(self):
+    def _first(self) -> Next:
         return self.qkv, self.schedules[0]
 
     def forward(self) -> None:
@@ -54,7 +54,7 @@ class FoldedLayer:
         self.attend()
         self.walk(self.proj, attention, lambda: self._product("proj"), self._after)
         self._local(passes.RESIDUAL + passes.NORM[model.element], model.hidden)
-        self.feed_forward()
+        self.feed_forward(self._first)
         self._local(passes.RESIDUAL, model.hidden)
 
     def backward(self) -> None:
@@ -93,8 +93,8 @@ class FoldedLayer:
         """The attention core."""
         self.attention.forward()
 
-    def feed_forward(self) -> None:
-        """The MLP."""
+    def feed_forward(self, then: Next | None = None) -> None:
+        """The MLP; `then`: the walk that follows, by default its own again."""
         width = self.work.ffn / self.work.layout.degree
 
         def shard():
@@ -103,11 +103,8 @@ class FoldedLayer:
             self._product("fc2")
 
         if self.work.ffn:
-            self.walk(self.mlp, self.schedules[1], shard, self._first)
-        self.experts()
-
-    def experts(self) -> None:
-        """The routed experts."""
+            mine = self.mlp, self.schedules[1]
+            self.walk(*mine, shard, then or mine)
         if self.mixture:
             self.mixture.forward()
 
@@ -188,10 +185,6 @@ class TensorParallelLayer:
             self._column("fc1")
             self._sharded(passes.ACTIVATION, self.work.ffn)
             self._row("fc2")
-        self.experts()
-
-    def experts(self) -> None:
-        """The routed experts."""
         if self.mixture:
             self.mixture.forward()
 

@@ -8,7 +8,8 @@ from megatron_tsp.plan.work import Work
 
 class Mixture:
     """The router, tokens to the experts, the experts, tokens back; and backward. Megatron's
-    dispatcher waits for each of its transfers."""
+    dispatcher waits for each of its transfers, so that what the experts take does not depend on
+    what runs before and after them."""
 
     def __init__(self, time: Timeline, work: Work):
         self.time, self.work = time, work

@@ -9,6 +9,7 @@ from megatron_tsp.plan import work as passes
 from megatron_tsp.plan.hardware import Hardware
 from megatron_tsp.plan.layer import layer
 from megatron_tsp.plan.layout import Layout
+from megatron_tsp.plan.mixture import Mixture
 from megatron_tsp.plan.model import Model
 from megatron_tsp.plan.timeline import COMPUTE, Timeline
 from megatron_tsp.plan.transfer import Transfer
@@ -208,22 +209,42 @@ def layer_phases(
 ) -> tuple[Phase, Phase]:
     """(forward, backward with what is recomputed) of a layer among others, for one micro-batch;
     `moe`: of one with a mixture of experts."""
-    if not moe:
-        layout = layout.but(expert=1)
-    plain = layout.but(recompute="none", modules=(), recompute_layers=1)
+    plain = layout.but(expert=1, recompute="none", modules=(), recompute_layers=1)
     simple = plain.but(save_activations=False, save_kv=False)
     forward = _of_layer(model, simple, hardware, "forward", moe)
     # Only norms that are computed again are part of the backward's own order.
     own = plain.but(modules=("layernorm",), recompute="selective")
     own = own if layout.recomputes("layernorm") else plain
     backward = _of_layer(model, own, hardware, "backward", moe)
+    if layout.expert > 1 and moe:
+        there, back = _of_spread(model, layout.ends_only.but(expert=layout.expert), hardware)
+        forward, backward = forward + there, backward + back
     if layout.recompute == "full":
         backward = backward + forward
     if layout.recomputes("core_attn"):
         backward = backward + _of_layer(model, simple, hardware, "attend", moe)
     if layout.recomputes("moe" if moe else "mlp"):
         backward = backward + _of_layer(model, simple, hardware, "feed_forward", moe)
+        if layout.expert > 1 and moe:
+            backward = backward + there
     return forward, backward
+
+
+@lru_cache(maxsize=4096)
+def _of_spread(model: Model, layout: Layout, hardware: Hardware) -> tuple[Phase, Phase]:
+    """What it adds to a layer's (forward, backward) that its experts are spread over ranks."""
+    phases = []
+    for part in ("forward", "backward"):
+        times = []
+        for spread in (layout, layout.but(expert=1)):
+            time = Timeline(hardware.overlap)
+            getattr(Mixture(time, Work(model, spread, hardware, True)), part)()
+            times.append(time)
+        less = times[0].computed - times[1].computed  # products of fewer experts
+        moved = times[0].moved["experts"]
+        waited = {"experts": moved}
+        phases.append(Phase(less + moved, {COMPUTE: less, "experts": moved}, waited))
+    return tuple(phases)
 
 
 @lru_cache(maxsize=65536)

@@ -3,7 +3,6 @@
 from argparse import Namespace
 from dataclasses import replace
 
-from megatron_tsp.arguments import attention_exchange
 from megatron_tsp.errors import TSPError
 from megatron_tsp.options import CP_COMM_TYPES
 from megatron_tsp.plan.layout import Layout
@@ -45,6 +44,8 @@ def from_args(args: Namespace, ranks: int) -> Layout:
     recompute, modules, layers = _recompute(args)
     exchange = "allgather"
     if args.tsp_size:
+        from megatron_tsp.arguments import attention_exchange  # imports Megatron
+
         exchange = attention_exchange(args)[0]
     elif context > 1:
         kind = args.cp_comm_type[0]
