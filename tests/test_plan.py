@@ -1,6 +1,7 @@
 """The planner: its profiles, its rules, what its simulation sends, its crossover, its errors."""
 
 import random
+import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -246,8 +247,9 @@ def test_memory_decides_where_it_is_short():
     assert not fitting[0].layout.fold
     long = replace(SEVEN_B, sequence=2**20, global_batch=1)
     fitting, too_large = _search(long, 8, "h100")
-    assert fitting[0].layout.fold and too_large > 0
+    assert fitting[0].layout.fold and too_large
     assert all(p.memory.peak <= p.hardware.usable_memory for p in fitting)
+    assert all(p.memory.peak > p.hardware.usable_memory for p in too_large)
     assert [p.step for p in fitting] == sorted(p.step for p in fitting)
 
 
@@ -298,7 +300,20 @@ def test_in_words():
     flat = next(p for p in best if not p.layout.fold and p.layout.context == 1)
     text = explain.binds(flat)
     assert "waiting for gathers and scatters of activations" in text and "links in a node" in text
-    assert any("tokens a sequence" in line for line in explain.crossovers(fold, flat))
+    lines = explain.crossovers(fold, flat)
+    assert any("tokens a sequence" in line for line in lines)
+    assert any("sequences a step" in line for line in lines)
+    # Each line that says where the order turns is right on both of its sides.
+    for line in lines:
+        if found := re.fullmatch(r"up to ([\d,]+) tokens a sequence (.*) is faster, .*", line):
+            rates = []
+            for p in (fold, flat):
+                at = explain.at_sequence(p, int(found[1].replace(",", "")))
+                fits = at.memory.peak <= at.hardware.usable_memory
+                rates.append(at.tokens_per_s if fits else 0)
+            assert found[2] == (fold, flat)[rates[1] > rates[0]].layout.grid
+    assert "which would be" in explain.kept_out(fold, flat)
+    assert [explain.count(n) for n in (0, 1, 2)] == ["None does", "One does", "2 do"]
     assert "tokens/USD" in explain.table(best[:2], 2.0)
     twice = explain.tokens_per_dollar(fold, 1.0), explain.tokens_per_dollar(fold, 2.0)
     assert twice[0] == 2 * twice[1]

@@ -178,15 +178,17 @@ def _report(
     now: Layout,
     profile: hardware.Hardware,
     fitting: list[Prediction],
-    too_large: int,
+    too_large: list[Prediction],
     refusal: str,
     price: float | None,
 ) -> list[str]:
     best = explain.by_grid(fitting)
     lines = [
         f"{profile.name}; {now.ranks} devices, {shape.parameters / 1e9:.2f} B parameters, "
-        f"{shape.sequence:,} tokens a sequence, {shape.global_batch} sequences a step. "
-        f"{len(fitting)} layouts fit, {too_large} do not.",
+        f"{shape.sequence:,} tokens a sequence, {shape.global_batch} sequences a step.",
+        f"Tried: the {len(fitting) + len(too_large):,} layouts that Megatron and TSP would run. "
+        f"{explain.count(len(too_large))} not fit in {profile.usable_memory / explain.GIB:.0f} GiB "
+        "a device. The fastest of each grid:",
         "",
         explain.table(best[:SHOWN], price),
         "",
@@ -196,6 +198,8 @@ def _report(
     first = best[0]
     lines += [f"First: {first.layout.grid}, {first.layout.options}. {explain.binds(first)}"]
     lines.append(f"  {shlex.join(first.layout.flags())}")
+    if too_large and too_large[0].step < first.step:
+        lines.append(f"  Memory keeps out {explain.kept_out(too_large[0], first)}.")
     others = best[1:2]
     # The runner-up, and the best of the other kind, unless it is one of these.
     if all(p.layout.fold == first.layout.fold for p in others):

@@ -47,6 +47,19 @@ def table(predictions: list[Prediction], price: float | None) -> str:
     return "\n".join(lines)
 
 
+def kept_out(larger: Prediction, first: Prediction) -> str:
+    """A layout that does not fit and would be faster."""
+    return (
+        f"{larger.layout.grid}, {larger.layout.options}, which would be "
+        f"{1 - larger.step / first.step:.1%} faster and needs {larger.memory.peak / GIB:.0f} GiB"
+    )
+
+
+def count(layouts: int) -> str:
+    """'One does', '1,234 do', 'None does' (not fit)."""
+    return {0: "None does", 1: "One does"}.get(layouts, f"{layouts:,} do")
+
+
 def tokens_per_dollar(prediction: Prediction, price: float) -> float:
     """Tokens for a dollar, at `price` for a device-hour."""
     return prediction.tokens_per_s * 3600 / (prediction.layout.ranks * price)
@@ -82,30 +95,17 @@ def _link(p: Prediction, stream: str) -> str:
 
 
 def crossovers(one: Prediction, other: Prediction) -> list[str]:
-    """Where the faster of two layouts changes with the length of the sequence, from where on one
-    does not fit, and where TSP sends fewer bytes."""
+    """Where the faster of two layouts changes with the length of the sequence and with the
+    sequences of a step, from where on one does not fit, and where TSP sends fewer bytes."""
     names = one.layout.grid, other.layout.grid
-    order: list[tuple[int, int]] = []  # (sequence, which is faster)
-    limits: dict[int, int] = {}
-    for sequence in SEQUENCES:
-        pair = [at_sequence(p, sequence) for p in (one, other)]
-        for at, prediction in enumerate(pair):
-            if prediction and prediction.memory.peak > one.hardware.usable_memory:
-                limits.setdefault(at, sequence)
-        if None not in pair:
-            order.append((sequence, int(pair[1].tokens_per_s > pair[0].tokens_per_s)))
-    lines = []
-    for (below, first), (above, second) in zip(order, order[1:], strict=False):
-        if first != second:
-            lines.append(
-                f"up to {below:,} tokens a sequence {names[first]} is faster, from {above:,} on "
-                f"{names[second]}"
-            )
-    if order and not lines:
-        span = f"{order[0][0]:,} to {order[-1][0]:,}"
-        lines.append(f"{names[order[0][1]]} is the faster of the two from {span} tokens a sequence")
-    for at, sequence in sorted(limits.items()):
-        lines.append(f"{names[at]} no longer fits at {sequence:,} tokens a sequence")
+    lines = _turns(
+        names, "tokens a sequence",
+        [(s, at_sequence(one, s), at_sequence(other, s)) for s in SEQUENCES],
+    )  # fmt: skip
+    lines += _turns(
+        names, "sequences a step",
+        [(b, at_batch(one, b), at_batch(other, b)) for b in _batches(one.model.global_batch)],
+    )  # fmt: skip
     if one.layout.fold != other.layout.fold:
         fold, flat = (one, other) if one.layout.fold else (other, one)
         tokens = traffic.crossover(one.model, fold.layout, flat.layout, whole_step=True)
@@ -115,6 +115,49 @@ def crossovers(one: Prediction, other: Prediction) -> list[str]:
                 f"{flat.layout.grid} above {float(tokens):,.0f} tokens a micro-batch"
             )
     return lines
+
+
+def _turns(names: tuple[str, str], unit: str, points: list[tuple]) -> list[str]:
+    """Where the order of two layouts turns, and the last of the points at which one fits. Where one
+    does not fit the other wins; where none does, or one does not run, there is nothing to say."""
+    order, fits = [], ([], [])
+    for number, *pair in points:
+        rates = []
+        for prediction, mine in zip(pair, fits, strict=True):
+            fit = prediction and prediction.memory.peak <= prediction.hardware.usable_memory
+            rates.append(prediction.tokens_per_s if fit else 0.0)
+            if prediction:
+                mine.append((number, bool(fit)))
+        if None not in pair and any(rates):
+            order.append((number, int(rates[1] > rates[0])))
+    lines = []
+    for (below, first), (above, second) in zip(order, order[1:], strict=False):
+        if first != second:
+            lines.append(
+                f"up to {below:,} {unit} {names[first]} is faster, from {above:,} on "
+                f"{names[second]}"
+            )
+    if order and not lines:
+        span = f"{order[0][0]:,} to {order[-1][0]:,}"
+        lines.append(f"from {span} {unit} {names[order[0][1]]} is the faster of the two")
+    for name, mine in zip(names, fits, strict=True):
+        for (below, fit), (above, still) in zip(mine, mine[1:], strict=False):
+            if fit and not still:
+                lines.append(f"{name} fits up to {below:,} {unit}, and no longer at {above:,}")
+                break
+    return lines
+
+
+def _batches(now: int) -> list[int]:
+    """Sequences of a step: an eighth of what there are, to 16 times that, by twos."""
+    return [max(1, now // 8) * 2**power for power in range(8)]
+
+
+def at_batch(prediction: Prediction, batch: int) -> Prediction | None:
+    """The same layout with another number of sequences a step; None if it does not run there."""
+    scaled = replace(prediction.model, global_batch=batch)
+    layout = prediction.layout
+    return None if check(scaled, layout) else predict(scaled, layout, prediction.hardware)
 
 
 def at_sequence(prediction: Prediction, sequence: int) -> Prediction | None:

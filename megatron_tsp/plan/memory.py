@@ -201,7 +201,7 @@ def transient(model: Model, layout: Layout, moe: bool = False) -> float:
         again += moe and _tokens(model, layout) * experts.saved(model)
         block += again * layout.recompute_layers
         block -= saved(model, layout) * layout.recompute_layers
-        if not layout.fold:
+        if moe or not layout.fold:
             block += 3 * _unit(model, layout)
         if not layout.fold and not moe:
             block -= _tokens(model, layout) * model.ffn * model.element

@@ -162,8 +162,8 @@ def _divisors(number: int, largest: int) -> list[int]:
 
 def search(
     model: Model, ranks: int, base: Layout, hardware: Hardware, folds: bool, beside: bool
-) -> tuple[list[Prediction], int]:
-    """(what fits, fastest first; how many layouts do not fit).
+) -> tuple[list[Prediction], list[Prediction]]:
+    """(what fits; what would run but does not fit), fastest first.
 
     Raises:
         TSPError: no layout of so many ranks runs, or none fits.
@@ -171,23 +171,22 @@ def search(
     candidates = list(layouts(model, ranks, base, folds, beside))
     if not candidates:
         raise TSPError(_no_layout(model, ranks))
-    fitting, tightest = [], None
+    fitting, too_large = [], []
     for layout in _progress(candidates):
         memory = largest(model, layout)
-        needs = memory.peak
-        if needs <= hardware.usable_memory:
-            fitting.append(predict(model, layout, hardware, memory))
-        elif tightest is None or needs < tightest[0]:
-            tightest = needs, layout
+        fits = memory.peak <= hardware.usable_memory
+        (fitting if fits else too_large).append(predict(model, layout, hardware, memory))
     if not fitting:
-        needs, layout = tightest
+        leanest = min(too_large, key=lambda p: p.memory.peak)
+        needs, layout = leanest.memory.peak, leanest.layout
         raise TSPError(
             f"no layout of {ranks} ranks fits: the leanest, {layout.grid} ({layout.options}), "
             f"needs {needs / 2**30:.1f} GiB of {hardware.usable_memory / 2**30:.1f}; take more "
             "ranks, a shorter sequence, or --use-distributed-optimizer"
         )
     fitting.sort(key=lambda p: p.step)
-    return fitting, len(candidates) - len(fitting)
+    too_large.sort(key=lambda p: p.step)
+    return fitting, too_large
 
 
 def _no_layout(model: Model, ranks: int) -> str:
