@@ -103,15 +103,14 @@ def _peak_of_the_attentions_backward(own):
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer = TransformerLayer(settings, spec.submodules, pg_collection=groups)
     checkpoint = recompute.checkpoint if own else tensor_parallel.checkpoint
-    x = random(256, 2, 32).requires_grad_()
+    x, live = random(256, 2, 32).requires_grad_(), LiveBytes()
+    # The attention's backward begins with its projection's.
+    projection = layer.self_attention.linear_proj
+    projection.register_full_backward_pre_hook(lambda *_: live.reset_peak())
     y, _ = checkpoint(lambda x: layer(x, None), False, x)
     dy = torch.ones_like(y)
-    with LiveBytes() as live:
+    with live:
         before = live.current
-        # The backward of the projection begins where the attention's gradient is first asked for.
-        layer.self_attention.linear_proj.register_full_backward_pre_hook(
-            lambda *_: live.reset_peak()
-        )
         torch.autograd.backward(y, dy)
         return (live.peak - before) / x.untyped_storage().nbytes()
 
