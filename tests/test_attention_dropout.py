@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ranks import run
 from training import LLAMA, TP_SP, assert_same, grad_norms, losses, train
 
-from megatron_tsp.layers import core_attention, flash
+from megatron_tsp.layers import core_attention, flash, kv_gather
 from megatron_tsp.layers.dropout import Dropout, draw
 from megatron_tsp.layers.kernels.tiled import Tiled
 from megatron_tsp.layers.mask import Span, Tile
@@ -114,10 +114,12 @@ def _own_masks(degree):
 
     rank = start(degree).rank()
     core_attention.kernels.choose = lambda *_, **__: _OwnMasks
+    kv_gather._TOO_MANY_BACKWARD = 0  # one head at a time
     calls = {}
     for name, case in test_layers.CASES.items():
         if name.startswith("dropout") and degree in case.degrees:
             _OwnMasks.calls.clear()
+            case.split = False
             case.sharded(degree, rank)
             calls[name] = list(_OwnMasks.calls)
     return calls
@@ -131,7 +133,7 @@ def test_a_kernel_with_masks_of_its_own_sees_the_same_seeds_backward():
             [call[1:] for calls in results for call in calls[name] if call[0] == way]
             for way in ("forward", "backward")
         )
-        assert sorted(forward) == sorted(backward) and len(forward) > 3
+        assert sorted(forward) == sorted(backward) and len(forward) >= 3
         assert len({seed for seed, *_ in forward}) == len(forward), name
 
 

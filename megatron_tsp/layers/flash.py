@@ -49,7 +49,8 @@ def attend(
         out [B, H, sq, d], in the dtype of q or of lse; lse [B, H, sq], fp32 (fp64 for fp64).
     """
     out, lse = so_far or (None, None)
-    for tile in calls(tiles, kernel, q):
+    # With dropout tile by tile: a mask is of a tile, by its seed or its places.
+    for tile in calls(tiles, kernel, q) if dropout is None else tiles:
         if isinstance(tile, Pack):
             out, lse = _attend_packed(q, k, v, tile, kernel, out, lse)
             continue
@@ -113,7 +114,8 @@ def attend_backward(
 
     out and lse are those of the whole softmax; shapes as in `attend`, dq, dk and dv as q, k and v.
     """
-    for tile in calls(tiles, kernel, q):
+    # With dropout tile by tile: a mask is of a tile, by its seed or its places.
+    for tile in calls(tiles, kernel, q) if dropout is None else tiles:
         if isinstance(tile, Pack):
             rows = [tile.queries.take(t) for t in (dout, q, out, lse)]
             of_keys = [tile.keys.take(t) for t in (k, v)]

@@ -177,6 +177,8 @@ class GatheredKV(torch.autograd.Function):
         ctx.dropout = dropout
         exchange, groups = _Exchange(group, layout), _head_groups(k, size)
         at_once, rep = _heads_backward(k, size), q.size(2) // k.size(2)
+        if dropout is not None:  # a kernel's own masks are those of its call, the same backward
+            groups = _cut_groups(groups, at_once)
         batch, kv_heads = k.shape[1:3]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         queries, kvs, lses = [], [], []
@@ -263,6 +265,15 @@ def _head_groups(k: Tensor, size: int) -> list[slice]:
     step *= max(1, _WORTH_SPLITTING // (step * one))
     step = min(step, max(1, _TOO_MANY // one))
     return [slice(at, min(at + step, heads)) for at in range(0, heads, step)]
+
+
+def _cut_groups(groups: list[slice], size: int) -> list[slice]:
+    """Groups of at most `size` heads, as `_pieces` cuts the others."""
+    return [
+        slice(at, min(at + size, heads.stop))
+        for heads in groups
+        for at in range(heads.start, heads.stop, size)
+    ]
 
 
 def _heads_backward(k: Tensor, size: int) -> int:

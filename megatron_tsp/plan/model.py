@@ -19,6 +19,7 @@ _NOT_PRICED = {
     "experimental_attention_variant": "--experimental-attention-variant",
     "linear_attention_freq": "--linear-attention-freq",
     "window_size": "--window-size",
+    "attention_dropout": "--attention-dropout",
     "attention_output_gate": "--attention-output-gate",
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",

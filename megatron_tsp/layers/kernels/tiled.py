@@ -51,9 +51,9 @@ class Tiled:
     def backward(self, dout, q, k, v, out, lse, causal, dropout=None):
         """As `Kernel.backward`."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        shared, k, v = k, for_all_heads(k, q), for_all_heads(v, q)
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
+        shared, k, v = k, for_all_heads(k, q), for_all_heads(v, q)
         drops = _Drops(dropout)
         for rows in _parts(q.size(2), _ROWS):
             queries, douts = (t[:, :, rows].to(wide) for t in (q, dout))
@@ -66,11 +66,11 @@ class Tiled:
                 keep = drops.keep(rows, columns)
                 dp = drops.dropped(douts @ v[:, :, columns].to(wide).mT, keep)
                 ds = dp.sub_(delta).mul_(p).mul_(self.scale)
-                dv[:, :, columns] += drops.dropped(p, keep).mT @ douts
-                dk[:, :, columns] += ds.mT @ queries
+                dv[:, :, columns] += summed(drops.dropped(p, keep).mT @ douts, shared)
+                dk[:, :, columns] += summed(ds.mT @ queries, shared)
                 dqueries += ds @ keys
             dq[:, :, rows] = dqueries
-        return dq, *(summed(d, shared).to(q.dtype) for d in (dk, dv))
+        return dq, *(d.to(q.dtype) for d in (dk, dv))
 
 
 class _Drops:
