@@ -16,6 +16,7 @@ from megatron_tsp.checks import (
     check_attention,
     check_context_parallel,
     check_offload,
+    check_recompute,
     check_sizes,
 )
 from megatron_tsp.checks_hybrid import check_hybrid
@@ -180,6 +181,7 @@ def translate(args: Namespace, argv: Sequence[str], flags: Mapping[str, str]) ->
     check_attention(args)
     check_hybrid(args)
     check_sizes(args)
+    check_recompute(args)
     check_offload(args)
 
 

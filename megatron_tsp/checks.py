@@ -123,6 +123,12 @@ def _check_experts(args: Namespace) -> None:
             f"--expert-model-parallel-size {spread} x --expert-tensor-parallel-size {width} does "
             f"not divide the {ranks} ranks of a pipeline stage"
         )
+    inner = args.moe_ffn_hidden_size
+    if experts and inner and inner % width:
+        raise TSPError(
+            f"--moe-ffn-hidden-size {inner} is not divisible by --expert-tensor-parallel-size "
+            f"{width}: the nearest are {nearest(inner, lambda n: n % width == 0)}"
+        )
 
 
 def nearest(size: int, fits) -> str:
@@ -224,6 +230,17 @@ def _check_exchanged_heads(args: Namespace, exchange: str) -> None:
             f"{exchange} gives each rank some of the heads: --num-attention-heads {heads} is not "
             f"divisible by {tensor} x {context} ranks: the nearest are "
             f"{nearest(heads, lambda n: n % ranks == 0)}. Or use allgather"
+        )
+
+
+def check_recompute(args: Namespace) -> None:
+    """What Megatron's recompute never comes back from."""
+    modules = args.recompute_modules if args.recompute_granularity == "selective" else ()
+    if "mlp" in (modules or ()) and args.add_bias_linear:
+        raise TSPError(
+            "--recompute-modules mlp with biases: the MLP returns one, and Megatron's recompute of "
+            "a module that returns a parameter never ends; drop mlp (a streamed MLP keeps its "
+            "input and nothing else), or pass --disable-bias-linear"
         )
 
 

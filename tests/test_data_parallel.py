@@ -135,14 +135,24 @@ def _keep_evaluations():
     training.evaluate = kept
 
 
-def test_evaluation_in_micro_batches_of_another_size(tmp_path):
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("common", "layout"),
+    [
+        ("--eval-micro-batch-size 4", TP_SP.format(2)),
+        (f"--micro-batch-size 1 --eval-micro-batch-size 2 {DOCUMENTS}", ""),
+    ],
+)
+def test_evaluation_in_micro_batches_of_another_size(tmp_path, common, layout):
     flags = (
-        f"{LLAMA} --train-iters 2 --eval-iters 2 --eval-interval 2 --eval-micro-batch-size 4 "
+        f"{LLAMA} --train-iters 2 --eval-iters 2 --eval-interval 2 {common} "
         "--eval-global-batch-size 8 --split 50,50,0"
     )
     found = []
-    for name, (world, layout) in {"tp": (2, TP_SP.format(2)), "tsp": (4, "--tsp-size 2")}.items():
-        train(tmp_path / name, world, f"{flags} {layout}", before=_keep_evaluations)
+    for name, (ranks, more) in {"tp": (2, layout), "tsp": (4, "--tsp-size 2")}.items():
+        train(tmp_path / name, ranks, f"{flags} {more}", before=_keep_evaluations)
         found.append(json.loads((tmp_path / name / "evaluation.json").read_text()))
     assert found[0].keys() == found[1].keys() == {"lm loss"}
     assert abs(found[0]["lm loss"] - found[1]["lm loss"]) <= 1.5 * ULP
