@@ -1,4 +1,7 @@
-"""On a GPU, with Transformer Engine and Apex: their norm and dW against TSP's and PyTorch's.
+"""On a GPU, with Transformer Engine and Apex: what TSP takes of them, against its own.
+
+Their norms and dW; grouped experts against one after the other; gradients with activations moved
+to the host and back (NVTE_CPU_OFFLOAD_V1=1 from Transformer Engine 2.10 on).
 
 Transformer Engine's fused attention is one of the kernels of benchmarks/gpu/kernels.py.
 
@@ -27,6 +30,9 @@ def main() -> int:
         print("needs a GPU, and Transformer Engine or Apex", file=sys.stderr)
         return 2
     results = {**(_norms() if te else {}), **(_accumulation() if apex else {})}
+    if te:
+        _start()
+        results |= {**_grouped_experts(), **_offloading()}
     for name, apart in results.items():
         print(f"{name:40s} {apart:.2e}  {'ok' if apart <= TOLERANCE else 'TOO FAR'}")
     return int(max(results.values()) > TOLERANCE)
@@ -69,6 +75,91 @@ def _norms() -> dict[str, float]:
                 found.append([y, *torch.autograd.grad(y, [leaf, *weights], dy)])
             results[f"{kind}{', weights less 1' if less_one else ''}"] = _apart(*found)
     return results
+
+
+def _start() -> None:
+    """Megatron's groups, and TSP's, of one rank."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megatron_tsp import parallel_state
+
+    torch.cuda.set_device(0)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    mpu.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(1)
+    model_parallel_cuda_manual_seed(1)
+
+
+def _config(**changes):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=16, ffn_hidden_size=2 * HIDDEN,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        normalization="RMSNorm", hidden_dropout=0, attention_dropout=0, bf16=True,
+        params_dtype=torch.bfloat16, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+        **changes,
+    )  # fmt: skip
+
+
+def _grouped_experts() -> dict[str, float]:
+    """--moe-grouped-gemm: the same weights in both."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_tsp.models.backends import TSPSpecProvider
+    from megatron_tsp.options import TSPOptions
+
+    experts, found = 4, []
+    config = _config(num_moe_experts=experts, moe_ffn_hidden_size=HIDDEN, moe_grouped_gemm=True)
+    x, dy = _random(TOKENS, HIDDEN), _random(TOKENS, HIDDEN)
+    counts, probs = torch.tensor([TOKENS // experts] * experts), torch.ones(TOKENS, device="cuda")
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    weights = [_random(2 * HIDDEN, HIDDEN) / 50, _random(HIDDEN, HIDDEN) / 50]
+    for grouped in (True, False):
+        config.moe_grouped_gemm = grouped
+        submodules = TSPSpecProvider(TSPOptions()).moe(config).keywords["submodules"]
+        module = submodules.experts(experts, config=config, pg_collection=groups).cuda()
+        with torch.no_grad():
+            for name, weight in module.named_parameters():
+                weight.copy_(weights["linear_fc2" in name])
+        leaf = x.clone().requires_grad_()
+        y = module(leaf, counts, probs)[0]
+        found.append([y, *torch.autograd.grad(y, [leaf], dy)])
+    return {"grouped experts": _apart(*found)}
+
+
+def _offloading() -> dict[str, float]:
+    """--fine-grained-activation-offloading: the second step, when Megatron knows what to move."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        PipelineOffloadManager,
+    )
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_tsp.models.gpt import TSPGPTModelBuilder, TSPGPTModelConfig
+    from megatron_tsp.options import TSPOptions
+
+    groups, found, state = ProcessGroupCollection.use_mpu_process_groups(), [], None
+    ids = torch.arange(TOKENS, device="cuda")[None] % 512
+    for offload in (True, False):
+        modules = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm"] if offload else []
+        config = _config(fine_grained_activation_offloading=offload, offload_modules=modules)
+        gpt = TSPGPTModelConfig(
+            transformer=config, vocab_size=512, seq_length=TOKENS, tsp=TSPOptions(),
+            position_embedding_type="rope",
+        )  # fmt: skip
+        model = TSPGPTModelBuilder(gpt).build_model(groups).cuda()
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        for _ in range(2):
+            model.zero_grad()
+            model(ids, ids, None, labels=ids).sum().backward()
+            if offload:
+                PipelineOffloadManager.get_instance().reset()
+        found.append([weight.grad for weight in model.parameters()])
+    moved = PipelineOffloadManager.get_instance().offload_summary_total_bytes
+    return {f"offloading, {moved >> 20} MiB moved": _apart(*found) if moved else float("inf")}
 
 
 def _accumulation() -> dict[str, float]:
