@@ -313,7 +313,7 @@ def test_in_words():
                 rates.append(at.tokens_per_s if fits else 0)
             assert found[2] == (fold, flat)[rates[1] > rates[0]].layout.grid
     assert "which would be" in explain.kept_out(fold, flat)
-    assert [explain.count(n) for n in (0, 1, 2)] == ["None does", "One does", "2 do"]
+    assert explain.too_many(0) == "All fit" and explain.too_many(2000) == "2,000 do not fit"
     assert "tokens/USD" in explain.table(best[:2], 2.0)
     twice = explain.tokens_per_dollar(fold, 1.0), explain.tokens_per_dollar(fold, 2.0)
     assert twice[0] == 2 * twice[1]
@@ -384,6 +384,19 @@ def test_the_command(tmp_path, capsys):
     assert layouts[0]["step_s"] == min(layout["step_s"] for layout in layouts)
     flags = {flag for layout in layouts for flag in layout["flags"]}
     assert {"--tsp-size", "--tensor-model-parallel-size"} <= flags
+
+
+def test_a_mixture_of_experts_is_planned(capsys):
+    config = Path(__file__).parents[1] / "configs/moe/8gpus.yaml"
+    assert cli.main(["plan", str(config), "--hardware", "mi300x"]) == 0
+    text = capsys.readouterr().out
+    assert "6.92 B parameters" in text and "Present: TP 8+SP, EP 8" in text
+    assert "waiting for tokens to experts and back" in text
+    assert "A flip to TSP 8, EP 8" in text
+    model, present_one, _ = plan.read(str(config), 8)
+    assert model.mixture.count == 64 and all(model.mixture.layers) and present_one.expert == 8
+    # 1.3 B of the parameters are at work on a token.
+    assert model.active_weights + 2 * model.vocab * model.hidden == pytest.approx(1.28e9, rel=0.02)
 
 
 @pytest.mark.parametrize(

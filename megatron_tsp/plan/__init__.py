@@ -187,7 +187,7 @@ def _report(
         f"{profile.name}; {now.ranks} devices, {shape.parameters / 1e9:.2f} B parameters, "
         f"{shape.sequence:,} tokens a sequence, {shape.global_batch} sequences a step.",
         f"Tried: the {len(fitting) + len(too_large):,} layouts that Megatron and TSP would run. "
-        f"{explain.count(len(too_large))} not fit in {profile.usable_memory / explain.GIB:.0f} GiB "
+        f"{explain.too_many(len(too_large))} in {profile.usable_memory / explain.GIB:.0f} GiB "
         "a device. The fastest of each grid:",
         "",
         explain.table(best[:SHOWN], price),

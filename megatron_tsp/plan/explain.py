@@ -55,9 +55,9 @@ def kept_out(larger: Prediction, first: Prediction) -> str:
     )
 
 
-def count(layouts: int) -> str:
-    """'One does', '1,234 do', 'None does' (not fit)."""
-    return {0: "None does", 1: "One does"}.get(layouts, f"{layouts:,} do")
+def too_many(layouts: int) -> str:
+    """'All fit', 'One does not fit', '1,234 do not fit'."""
+    return {0: "All fit", 1: "One does not fit"}.get(layouts, f"{layouts:,} do not fit")
 
 
 def tokens_per_dollar(prediction: Prediction, price: float) -> float:

@@ -80,7 +80,7 @@ def of_stage(model: Model, layout: Layout, stage: int = 0) -> Memory:
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _lasting(model: Model, layout: Layout, stage: int) -> tuple[float, float, float]:
     """Bytes of parameters, gradients, optimizer state."""
     states = (8 if model.adam else 4 * model.momentum) + (4 if model.element < 4 else 0)

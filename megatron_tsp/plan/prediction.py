@@ -161,7 +161,7 @@ def _of_group(model: Model, layout: Layout, hardware: Hardware):
     return layers, end_phases(model, layout.ends_only, hardware)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _of_grid(model: Model, layout: Layout, hardware: Hardware):
     """(stages that may be the slowest, with their layers without and with a mixture; seconds of
     what comes once a step)."""
@@ -175,7 +175,7 @@ def _of_grid(model: Model, layout: Layout, hardware: Hardware):
     return both, _once(Work(model, layout, hardware))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _hop(model: Model, layout: Layout, hardware: Hardware, micro_batch: int) -> float:
     """Seconds for a micro-batch's activations and their gradients to pass between two stages."""
     work = Work(model, layout, hardware)
@@ -230,7 +230,7 @@ def layer_phases(
     return forward, backward
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _of_spread(model: Model, layout: Layout, hardware: Hardware) -> tuple[Phase, Phase]:
     """What it adds to a layer's (forward, backward) that its experts are spread over ranks."""
     phases = []

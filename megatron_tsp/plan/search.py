@@ -14,8 +14,8 @@ from megatron_tsp.plan.prediction import Prediction, predict
 #: The largest tensor-parallel, TSP or context-parallel size that is tried.
 LARGEST = 64
 MICRO_BATCHES = (1, 2, 4, 8)
-#: Virtual pipeline stages of a rank.
-MOST_VIRTUAL = 8
+#: Virtual pipeline stages of a rank: of dense models; with experts, whose spread adds layouts.
+MOST_VIRTUAL, MOST_VIRTUAL_WITH_EXPERTS = 8, 2
 #: (attention, MLP and vocabulary): the default, and one schedule for all.
 SCHEDULES = (("broadcast", "ring"), *((name, name) for name in ("broadcast", "ring", "gather")))
 PROGRESS_AFTER = 2.0
@@ -108,7 +108,8 @@ def _around(model: Model, ranks: int) -> Iterator[tuple[int, int, int]]:
     for stages in _divisors(ranks, model.layers):
         if model.layers % stages:
             continue
-        for virtual in _divisors(model.layers // stages, MOST_VIRTUAL) if stages > 1 else (1,):
+        most = MOST_VIRTUAL_WITH_EXPERTS if model.mixture else MOST_VIRTUAL
+        for virtual in _divisors(model.layers // stages, most) if stages > 1 else (1,):
             yield stages, virtual, ranks // stages
 
 
