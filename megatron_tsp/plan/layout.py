@@ -162,8 +162,11 @@ class Layout:
         if self.fold:
             words += ["--tsp-size", str(self.degree)]
             words += ["--tsp-attention-exchange", self.exchange]
+            # A schedule of what a model does not have is refused: only those that are not defaults.
             for kind in ("attention", "mlp", "vocab"):
-                words += [f"--tsp-{kind}-schedule", getattr(self, f"{kind}_schedule")]
+                name = f"{kind}_schedule"
+                if getattr(self, name) != getattr(Layout, name):
+                    words += [f"--tsp-{kind}-schedule", getattr(self, name)]
             if self.save_activations:
                 words.append("--tsp-mlp-save-activations")
             if self.save_kv:

@@ -83,7 +83,7 @@ def layouts(model: Model, ranks: int, base: Layout, folds: bool, beside: bool) -
     """
     base = base.but(
         virtual=1, modules=(), recompute_layers=1, recompute="none", expert=1, save_kv=False,
-        vocab_schedule="ring", exchange="allgather", save_activations=False,
+        mlp_schedule="ring", vocab_schedule="ring", exchange="allgather", save_activations=False,
     )  # fmt: skip
     for degree in _divisors(ranks, LARGEST):
         for context in _divisors(ranks // degree, LARGEST):
@@ -148,8 +148,8 @@ def _folded(layout: Layout, model: Model) -> list[Layout]:
     kept = {"save_activations": bool(streams), "save_kv": True}
     return [
         layout.but(
-            exchange=exchange, attention_schedule=attention, mlp_schedule=mlp, vocab_schedule=mlp,
-            **mode,
+            exchange=exchange, attention_schedule=attention,
+            mlp_schedule=mlp if streams else layout.mlp_schedule, vocab_schedule=mlp, **mode,
         )
         for exchange in ("allgather", "alltoall")
         for attention, mlp in SCHEDULES
