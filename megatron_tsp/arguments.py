@@ -24,7 +24,7 @@ from megatron_tsp.errors import TSPError
 from megatron_tsp.exchanges import Shape, cheapest
 from megatron_tsp.layers.kernels import Tiled
 from megatron_tsp.options import BLOCKS, EXCHANGES, TSPOptions
-from megatron_tsp.refusals import refuse, refuse_combinations
+from megatron_tsp.refusals import LATENT_OVER_TP, refuse, refuse_combinations
 from megatron_tsp.settings import refuse_unknown
 from megatron_tsp.streaming import SCHEDULES
 
@@ -224,6 +224,8 @@ def options_from_args(args: Namespace) -> TSPOptions:
 def attention_exchange(args: Namespace) -> tuple[str, dict[str, int]]:
     """The attention exchange of this run; and if it is the cheapest one, what each would send for a
     layer and micro-batch, in bytes."""
+    if args.multi_latent_attention:
+        return "alltoall", {}
     if args.tsp_attention_exchange != "auto":
         return args.tsp_attention_exchange, {}
     heads = args.num_attention_heads
@@ -309,6 +311,8 @@ def _require_no_tsp_flags(args: Namespace, written: set[str]) -> None:
 
 def _translate_baseline(args: Namespace) -> None:
     """For Megatron's own model with TSP's attention core: no mask, and what the core carries."""
+    if args.multi_latent_attention and args.tensor_model_parallel_size > 1:
+        raise TSPError(f"--tsp-baseline-core does not work with {LATENT_OVER_TP}")
     args.create_attention_mask_in_dataloader = False
     check_context_parallel(args)
     check_attention(args)

@@ -21,6 +21,7 @@ def check_sizes(args: Namespace) -> None:
     sizes = {
         "--num-attention-heads": heads,
         "--ffn-hidden-size": args.ffn_hidden_size,
+        **_latents(args),
         "--moe-shared-expert-intermediate-size": args.moe_shared_expert_intermediate_size,
         "--padded-vocab-size": args.padded_vocab_size,
     }
@@ -55,6 +56,16 @@ def check_sizes(args: Namespace) -> None:
     elif args.tsp_attention_exchange == "alltoall":
         _check_exchanged_heads(args, "--tsp-attention-exchange alltoall")
     _check_world(args)
+
+
+def _latents(args: Namespace) -> dict[str, int | None]:
+    """The features in front of multi-latent attention's heads."""
+    if not args.multi_latent_attention:
+        return {}
+    return {
+        "--q-lora-rank": args.q_lora_rank,
+        "--kv-lora-rank + --qk-pos-emb-head-dim": args.kv_lora_rank + args.qk_pos_emb_head_dim,
+    }
 
 
 def _check_heads(args: Namespace, heads: int) -> None:
@@ -146,6 +157,8 @@ def check_attention(args: Namespace) -> None:
     attention_kernel(args)
     if torch.cuda.is_available() and args.num_attention_heads:
         channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+        if args.multi_latent_attention:
+            channels = args.qk_head_dim + args.qk_pos_emb_head_dim
         kernels.check_shapes(channels, args.bf16 or args.fp16)
     window = args.window_size
     if window is not None and (len(window) != 2 or window[0] < -1 or window[1] != 0):

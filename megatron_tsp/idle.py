@@ -27,6 +27,12 @@ def refuse(args: Namespace, written: set[str]) -> None:
             "--tsp-save-kv keeps gathered K and V; --tsp-attention-exchange alltoall keeps what it "
             "exchanged anyway: drop the flag"
         )
+    if args.multi_latent_attention:
+        for flag in written.intersection(_OF_KEYS):
+            raise TSPError(
+                f"{flag} does nothing: multi-latent attention exchanges tokens for heads; drop the "
+                "flag"
+            )
     for flag in _OF_THE_OTHERS.get(args.tsp_blocks, ()):
         if flag in written:
             raise TSPError(

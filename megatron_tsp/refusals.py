@@ -26,7 +26,7 @@ class Refusal(NamedTuple):
 
 
 _MOE = "not carried yet; train with tensor parallelism"
-_MLA = "TSP's attention is plain multi-head or grouped-query attention"
+_VARIANT = "a GPT model's attention is multi-head, grouped-query or multi-latent in TSP"
 _FP8 = "TSP streams fp32, fp16 and bf16 shards only; train in bf16 (--bf16)"
 _FSDP = "TSP shards the weights itself; use Megatron's DDP or its distributed optimizer"
 _GRAPH = "the streams are not captured in CUDA graphs yet"
@@ -49,9 +49,10 @@ REFUSED = (
     Refusal("log_max_attention_logit", "--log-max-attention-logit",
             "the kernels do not report the largest logit; drop the flag"),
     Refusal("use_kitchen_attention", "--use-kitchen-attention", _CORE),
-    Refusal("multi_latent_attention", "--multi-latent-attention", _MLA),
-    Refusal("experimental_attention_variant", "--experimental-attention-variant", _MLA),
-    Refusal("linear_attention_freq", "--linear-attention-freq", _MLA),
+    Refusal("mla_down_proj_fusion", "--mla-down-proj-fusion", "the projections to latents stream "
+            "one by one; drop the flag"),
+    Refusal("experimental_attention_variant", "--experimental-attention-variant", _VARIANT),
+    Refusal("linear_attention_freq", "--linear-attention-freq", _VARIANT),
     Refusal("moe_token_dispatcher_type", "--moe-token-dispatcher-type", "its libraries are not "
             "carried yet; use allgather or alltoall", ("allgather", "alltoall")),
     Refusal("moe_router_load_balancing_type", "--moe-router-load-balancing-type", "it balances "
@@ -186,10 +187,18 @@ REFUSED = (
     Refusal("use_custom_fsdp", "use_custom_fsdp", _FSDP),
 )  # fmt: skip
 
+#: Where multi-latent attention would be Megatron's, over tensor-parallel ranks.
+LATENT_OVER_TP = (
+    "--multi-latent-attention over tensor-parallel ranks: without Transformer Engine Megatron's "
+    "gradients are then not those of one rank; use --tsp-size with --tsp-blocks all or attention, "
+    "or --tensor-model-parallel-size 1"
+)
+
 #: Layers that a hybrid pattern may name and TSP does not carry.
 REFUSED_LAYERS = {
-    "D": _MLA,
-    "+": _MLA,
+    "D": "sparse attention's indexer picks keys of the whole sequence for each query",
+    "+": "multi-latent attention is carried in GPT models only; use megatron_tsp.pretrain_gpt with "
+         "--multi-latent-attention",
 }  # fmt: skip
 
 
@@ -208,7 +217,11 @@ def refuse_combinations(args) -> None:
                 f"--hybrid-layer-pattern {pattern}: {symbol} does not work with --tsp-size: "
                 f"{REFUSED_LAYERS[symbol]}"
             )
-    beside = {"--hybrid-layer-pattern": pattern, "--mtp-num-layers": args.mtp_num_layers}
+    beside = {
+        "--hybrid-layer-pattern": pattern,
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--multi-latent-attention": args.multi_latent_attention,
+    }
     for dest in ("sft", "dataloader_inter_document_masking", "reset_attention_mask"):
         for flag, given in beside.items():
             if given and getattr(args, dest):
@@ -216,6 +229,18 @@ def refuse_combinations(args) -> None:
                     f"--{dest.replace('_', '-')} does not work with {flag} and --tsp-size: there "
                     "tokens are counted through the whole sequence; drop it"
                 )
+    if args.multi_latent_attention and not args.q_lora_rank:
+        raise TSPError(
+            "--multi-latent-attention does not work with --tsp-size without --q-lora-rank: queries "
+            "that come from no latent are not carried yet"
+        )
+    if args.multi_latent_attention and args.mtp_num_layers:
+        raise TSPError(
+            "--mtp-num-layers does not work with --multi-latent-attention and --tsp-size: not "
+            "carried together yet; drop one of them"
+        )
+    if args.multi_latent_attention and args.tsp_blocks == "mlp":
+        raise TSPError(f"--tsp-blocks mlp does not work with {LATENT_OVER_TP}")
     if args.mtp_num_layers and args.context_parallel_size > 1:
         raise TSPError(
             f"--context-parallel-size {args.context_parallel_size} does not work with "

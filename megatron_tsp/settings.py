@@ -39,6 +39,9 @@ CARRIED = {
         rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings
         yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
     """,
+    "multi-latent attention": """
+        multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    """,
     "layers that scan the sequence": """
         mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
         mamba_training_ssm_states_dtype linear_conv_kernel_dim linear_key_head_dim
@@ -137,10 +140,6 @@ PART_OF = {
     "logits_load_dir": """
         logits_load_decode_threads logits_load_prefetch_factor logits_load_msc_prefetch_depth
         logits_load_kd_loss_alpha logits_load_ignore_errors
-    """,
-    "multi_latent_attention": """
-        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-        cache_mla_latents mla_down_proj_fusion
     """,
     "experimental_attention_variant": """
         dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq
@@ -377,7 +376,7 @@ WITHOUT_EFFECT = {
         inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
         inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
         flash_decode nccl_all_reduce_for_prefill mlp_chunks_for_prefill
-        mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
+        cache_mla_latents mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
     """,
     "not read by Megatron's GPT, or another name of one above": """
         apply_residual_connection_post_layernorm openai_gelu onnx_safe bert_binary_head

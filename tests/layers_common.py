@@ -17,8 +17,8 @@ def start(degree: int, pipeline: int = 1, context: int = 1, **more):
     return parallel_state.get_tsp_group()
 
 
-def config(degree: int, **changes) -> TransformerConfig:
-    """A small fp64 transformer."""
+def config(degree: int, kind=TransformerConfig, **changes) -> TransformerConfig:
+    """A small fp64 transformer; kind: the class of its config."""
     settings = dict(
         num_layers=2,
         hidden_size=24,
@@ -39,7 +39,7 @@ def config(degree: int, **changes) -> TransformerConfig:
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
-    return TransformerConfig(**{**settings, **changes})
+    return kind(**{**settings, **changes})
 
 
 def sent(counter) -> dict:

@@ -4,16 +4,15 @@ The reference is Megatron's layer between Megatron's linears, on one rank. Weigh
 Megatron's code computes in fp32, whatever the weights are, bounds the agreement.
 """
 
-import zlib
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
-import torch
 from layers_common import config, random, sent, start
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from ranks import run
+from sharded import fill, sections_of, whole
 
 from megatron_tsp import traffic, zigzag
 from megatron_tsp.layers import heads_linear
@@ -31,36 +30,6 @@ SETTINGS = dict(
 BAR = {"mamba_layer": 1e-6, "gdn_layer": 1e-5}
 
 
-def _sections(layer, inner):
-    """{parameter: (dimension, sizes)} of what is sharded: each section is cut by itself."""
-    found = {
-        name: (param.partition_dim, [param.size(param.partition_dim)])
-        for name, param in layer.named_parameters()
-        if getattr(param, "tensor_model_parallel", False)
-    }
-    for name, param in layer.named_parameters():
-        if hasattr(param, "partition_sizes"):
-            found[name] = 0, param.partition_sizes
-    if hasattr(inner, "in_proj_split_sections"):
-        found["self_attention.in_proj.weight"] = 0, inner.in_proj_split_sections
-        keys, values = inner.qk_dim_local_tp, inner.v_dim_local_tp
-        found["self_attention.conv1d.weight"] = 0, (keys, keys, values)
-    return found
-
-
-def _fill(name, param, sections, degree, rank):
-    """The rank's part of numbers that depend on the name only."""
-    dim, sizes = sections.get(name, (0, [param.size(0)]))
-    degree, rank = (degree, rank) if name in sections else (1, 0)
-    parts = []
-    for at, size in enumerate(sizes):
-        shape = list(param.shape)
-        shape[dim] = size * degree
-        whole = random(*shape, seed=zlib.crc32(f"{name}{at}".encode())) / 2
-        parts.append(whole.chunk(degree, dim)[rank])
-    param.data.copy_(torch.cat(parts, dim))
-
-
 def _run(degree, breaking=False):
     """{layer: ({name: tensor}, sections, bytes forward, bytes backward)} of this rank."""
     rank = start(degree).rank()
@@ -73,12 +42,12 @@ def _run(degree, breaking=False):
     for kind, inner in LAYERS.items():
         spec = getattr(stack_spec(backend, settings).submodules, kind)
         layer = build_module(spec, settings, layer_number=1, pg_collection=groups)
-        sections = _sections(layer, getattr(layer, inner))
+        sections = sections_of(layer, getattr(layer, inner))
         names = {f"{inner}.in_proj.layer_norm_weight": "norm", "norm.weight": "norm",
                  "input_layernorm.weight": "norm"}  # fmt: skip
         params = {names.get(name, name): param for name, param in layer.named_parameters()}
         for name, param in params.items():
-            _fill(name, param, sections, degree, rank)
+            fill(name, param, sections, degree, rank)
         x, dy = (zigzag.take(random(SEQ, BATCH, HIDDEN, seed=s), 0, degree, rank) for s in (0, 1))
         counter.reset()
         y = layer(x.requires_grad_(), None)
@@ -90,23 +59,13 @@ def _run(degree, breaking=False):
     return results
 
 
-def _whole(name, parts, sections):
-    if name in ("y", "dx"):
-        return zigzag.to_natural(torch.cat(parts), 0, len(parts))
-    if name not in sections:  # each rank has its tokens' or heads' share
-        return sum(parts)
-    dim, sizes = sections[name]
-    cut = [part.split(list(sizes), dim) for part in parts]
-    return torch.cat([torch.cat(same, dim) for same in zip(*cut, strict=True)], dim)
-
-
 def assert_same(ranks, expected):
     for kind in LAYERS:
         ours, (want, *_) = [rank[kind][0] for rank in ranks], expected[kind]
         assert ours[0].keys() == want.keys()
         for name in want:
-            whole = _whole(name, [rank[name] for rank in ours], ranks[0][kind][1])
-            error = (whole - want[name]).abs().max() / want[name].abs().max()
+            got = whole(name, [rank[name] for rank in ours], ranks[0][kind][1])
+            error = (got - want[name]).abs().max() / want[name].abs().max()
             assert error <= BAR[kind], (kind, name, float(error))
 
 

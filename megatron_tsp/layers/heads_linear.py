@@ -13,7 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tsp import zigzag
-from megatron_tsp.layers.linear import TSPLayerNormColumnParallelLinear, TSPRowParallelLinear
+from megatron_tsp.layers.linear import (
+    TSPColumnParallelLinear,
+    TSPLayerNormColumnParallelLinear,
+    TSPRowParallelLinear,
+)
 from megatron_tsp.traffic import block as label
 
 
@@ -50,8 +54,8 @@ class _Exchange(torch.autograd.Function):
             return ctx.back(dy.contiguous(), ctx.group), None, None, None, None
 
 
-class TSPLinearToHeads(TSPLayerNormColumnParallelLinear):
-    """Y = norm(X)·Aᵀ + b: [s/D, b, in] of local tokens → [s, b, out/D], this rank's features."""
+class _GivesHeads:
+    """In front of a linear of local tokens: its output by heads, [s, b, out/D]."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None, *, shards_only=False):
         """As Megatron's: (output, None); `shards_only` as in `TSPColumnParallelLinear`."""
@@ -62,6 +66,14 @@ class TSPLinearToHeads(TSPLayerNormColumnParallelLinear):
             return output, rest
         exchange = self.tp_group, self.block.kind, _to_heads, _to_tokens
         return _Exchange.apply(output, *exchange), rest
+
+
+class TSPLinearToHeads(_GivesHeads, TSPColumnParallelLinear):
+    """Y = X·Aᵀ + b: [s/D, b, in] of local tokens → [s, b, out/D], this rank's features."""
+
+
+class TSPLayerNormLinearToHeads(_GivesHeads, TSPLayerNormColumnParallelLinear):
+    """The same of norm(X)."""
 
 
 class TSPLinearFromHeads(TSPRowParallelLinear):

@@ -13,6 +13,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -37,7 +41,12 @@ from megatron.core.utils import get_pg_rank
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.core_attention import TSPCoreAttention
-from megatron_tsp.layers.heads_linear import TSPLinearFromHeads, TSPLinearToHeads
+from megatron_tsp.layers.heads_linear import (
+    TSPLayerNormLinearToHeads,
+    TSPLinearFromHeads,
+    TSPLinearToHeads,
+)
+from megatron_tsp.layers.latent_attention import LatentCore, TSPLatentAttention
 from megatron_tsp.layers.linear import (
     TSPColumnParallelLinear,
     TSPLayerNormColumnParallelLinear,
@@ -72,6 +81,10 @@ class BaselineSpecProvider(LocalSpecProvider):
             self.column_parallel_linear(),
             self.row_parallel_linear(),
         )
+
+    def latent_attention(self):
+        """(class, its parameters, linear behind a latent, output linear) of that attention."""
+        return MLASelfAttention, {}, self.column_parallel_linear(), self.row_parallel_linear()
 
     def recurrence(self):
         """(norm in front of it, first linear, last linear) of a layer that scans the sequence."""
@@ -164,12 +177,24 @@ class TSPSpecProvider(BaselineSpecProvider):
         linears = self._streamed(self.options.attention_schedule, "attention")
         return TSPSelfAttention, IdentityOp, *linears
 
+    def latent_attention(self):
+        """As the baseline's."""
+        if not self.options.streams_attention:
+            return super().latent_attention()
+        how = self._how(self.options.attention_schedule, "attention")
+        return (
+            TSPLatentAttention,
+            {"down": how},
+            ModuleSpec(TSPLinearToHeads, params=how),
+            partial(TSPLinearFromHeads, **how),
+        )
+
     def recurrence(self):
         """As the baseline's."""
         if not self.options.streams_attention:
             return super().recurrence()
         how = self._how(self.options.attention_schedule, "attention")
-        linears = TSPLinearToHeads, TSPLinearFromHeads
+        linears = TSPLayerNormLinearToHeads, TSPLinearFromHeads
         return IdentityOp, *(ModuleSpec(linear, params=how) for linear in linears)
 
     def mlp(self):
@@ -218,6 +243,8 @@ PRE_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 def attention_part(backend: BaselineSpecProvider, config: TransformerConfig) -> dict:
     """The submodules of a layer that are its causal self-attention."""
+    if config.multi_latent_attention:
+        return latent_attention_part(backend, config)
     attention, norm, qkv, proj = backend.attention()
     if config.qk_l2_norm:
         qk_norm = L2Norm
@@ -241,6 +268,27 @@ def attention_part(backend: BaselineSpecProvider, config: TransformerConfig) -> 
     }
 
 
+def latent_attention_part(backend: BaselineSpecProvider, config: TransformerConfig) -> dict:
+    """The same, multi-latent; a norm in front, which is a module of its own."""
+    attention, params, up, proj = backend.latent_attention()
+    norm = backend.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    down = backend.column_parallel_linear()
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=up, linear_q_down_proj=down, linear_q_up_proj=up,
+        linear_kv_down_proj=down, linear_kv_up_proj=up, core_attention=LatentCore, linear_proj=proj,
+        q_layernorm=norm, kv_layernorm=norm,
+    )  # fmt: skip
+    return {
+        "input_layernorm": backend.layer_norm(has_residual=True),
+        "self_attention": ModuleSpec(
+            module=attention,
+            params={"attn_mask_type": AttnMaskType.causal, **params},
+            submodules=submodules,
+        ),
+        "self_attn_bda": get_bias_dropout_add,
+    }
+
+
 def mlp_part(backend: BaselineSpecProvider, config: TransformerConfig, moe: bool = False) -> dict:
     """The submodules of a layer that are its MLP, or mixture of experts."""
     if moe:
@@ -255,9 +303,10 @@ def layer_spec(
     backend: BaselineSpecProvider, config: TransformerConfig, moe: bool = False
 ) -> ModuleSpec:
     """A layer with causal self-attention and an MLP, or a mixture of experts."""
-    names = {**INPUT_NORM, **PRE_MLP_NORM}
+    names = PRE_MLP_NORM if config.multi_latent_attention else {**INPUT_NORM, **PRE_MLP_NORM}
     if moe and config.transformer_impl == "transformer_engine":
-        names = INPUT_NORM  # there a mixture's norm has its own name
+        # there a mixture's norm has its own name
+        names = {name: at for name, at in names.items() if name not in PRE_MLP_NORM}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

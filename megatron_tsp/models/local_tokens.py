@@ -15,6 +15,7 @@ from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.attention import TSPSelfAttention
 from megatron_tsp.layers.block import Block
 from megatron_tsp.layers.embedding import TSPLanguageModelEmbedding, TSPVocabParallelEmbedding
+from megatron_tsp.layers.latent_attention import TSPLatentAttention
 from megatron_tsp.layers.linear import TSPOutputLayer
 from megatron_tsp.layers.loss import cross_entropy
 from megatron_tsp.layers.mlp import TSPMLP
@@ -128,6 +129,10 @@ def _linears(layer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     inner = layer.mixer if isinstance(layer, MambaLayer) else layer.self_attention
     if isinstance(inner, TSPSelfAttention):
         return inner.linear_qkv, inner.linear_proj
+    if isinstance(inner, TSPLatentAttention):
+        names = "q_down_proj kv_down_proj q_up_proj q_proj kv_up_proj proj".split()
+        linears = (getattr(inner, f"linear_{name}", None) for name in names)
+        return tuple(linear for linear in linears if linear is not None)
     if isinstance(inner, GatedDeltaNet | MambaMixer):
         return inner.in_proj, inner.out_proj
     return ()
