@@ -7,7 +7,7 @@ and fp16, so that results can be compared to the last digits.
 
 import sys
 from importlib.machinery import ModuleSpec
-from itertools import pairwise
+from itertools import count, pairwise
 from types import ModuleType
 
 import torch
@@ -42,25 +42,36 @@ def _logits(q, k, scale, causal):
     return logits
 
 
-def _forward(q, k, v, scale, causal):
+def _kept(weights, drops):
+    """What dropout leaves of [n, s, t]; drops: (p, seed, which sequence of the call), or None."""
+    if drops is None:
+        return weights
+    p, seed, number = drops
+    random = torch.Generator().manual_seed((seed + 7919 * number) % 2**63)
+    keep = torch.rand(weights.shape, generator=random, dtype=torch.float64) >= p
+    return weights * keep / (1 - p)
+
+
+def _forward(q, k, v, scale, causal, drops=None):
     """(out [s, n, d], lse [n, s])"""
     q, k, v = (t.double() for t in (q, k, v))
     logits = _logits(q, k, scale, causal)
     v = v.repeat_interleave(q.size(1) // v.size(1), 1)
-    return torch.einsum("nst,tnd->snd", logits.softmax(-1), v), logits.logsumexp(-1)
+    weights = _kept(logits.softmax(-1), drops)
+    return torch.einsum("nst,tnd->snd", weights, v), logits.logsumexp(-1)
 
 
-def _backward(dout, q, k, v, out, lse, scale, causal):
+def _backward(dout, q, k, v, out, lse, scale, causal, drops=None):
     """(dq, dk, dv) under a given out and lse, which may be of more keys than these."""
     dout, q, k, v, out, lse = (t.double() for t in (dout, q, k, v, out, lse))
     shared = q.size(1) // k.size(1)
     weights = (_logits(q, k, scale, causal) - lse.unsqueeze(-1)).exp()
     delta = (dout * out).sum(-1).t().unsqueeze(-1)
-    dweights = torch.einsum("snd,tnd->nst", dout, v.repeat_interleave(shared, 1))
+    dweights = _kept(torch.einsum("snd,tnd->nst", dout, v.repeat_interleave(shared, 1)), drops)
     dlogits = weights * (dweights - delta) * scale
     dq = torch.einsum("nst,tnd->snd", dlogits, k.repeat_interleave(shared, 1))
     dk = torch.einsum("nst,snd->tnd", dlogits, q)
-    dv = torch.einsum("nst,snd->tnd", weights, dout)
+    dv = torch.einsum("nst,snd->tnd", _kept(weights, drops), dout)
     return dq, *(d.unflatten(1, (-1, shared)).sum(2) for d in (dk, dv))
 
 
@@ -94,38 +105,50 @@ def _sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     return list(zip(of_queries, of_keys, strict=True))
 
 
-def _flash_forward(q, k, v, scale, causal, lengths):
+def _each(dropout):
+    """`drops` of one sequence of a call after the other."""
+    return ((*dropout, number) if dropout else None for number in count())
+
+
+def _flash_forward(q, k, v, scale, causal, lengths, dropout=None):
     """(out, lse): [B, s, n, d] and [B, n, s]; with lengths [tokens, n, d] and [n, tokens]."""
     assert q.size(-2) % k.size(-2) == 0 and k.shape == v.shape
     if lengths is None:
         _check_rows(4, q.dtype, q, k, v)
-        parts = [_forward(*rows, scale, causal) for rows in zip(q, k, v, strict=True)]
+        rows = zip(q, k, v, _each(dropout), strict=False)
+        parts = [_forward(*row, scale, causal, drops) for *row, drops in rows]
         out, lse = (torch.stack(t) for t in zip(*parts, strict=True))
     else:
         _check_rows(3, q.dtype, q, k, v)
         parts = [
-            _forward(q[a:b], k[c:d], v[c:d], scale, causal)
-            for (a, b), (c, d) in _sequences(q, k, *lengths)
+            _forward(q[a:b], k[c:d], v[c:d], scale, causal, drops)
+            for ((a, b), (c, d)), drops in zip(
+                _sequences(q, k, *lengths), _each(dropout), strict=False
+            )
         ]
         out, lse = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], 1)
     return out.to(q.dtype), lse.to(_wide(q.dtype))
 
 
-def _flash_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, lengths):
+def _flash_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, lengths, dropout=None):
     """Write the gradients; the lse is read by its address, so it has to be contiguous."""
     assert lse.is_contiguous() and lse.dtype == _wide(q.dtype)
     if lengths is None:
         _check_rows(4, q.dtype, dout, q, k, v, out, dq, dk, dv)
         assert lse.shape == (len(q), q.size(2), q.size(1))
-        rows = zip(dout, q, k, v, out, lse, strict=True)
-        grads = [_backward(*each, scale, causal) for each in rows]
+        rows = zip(dout, q, k, v, out, lse, _each(dropout), strict=False)
+        grads = [_backward(*row, scale, causal, drops) for *row, drops in rows]
         grads = (torch.stack(t) for t in zip(*grads, strict=True))
     else:
         _check_rows(3, q.dtype, dout, q, k, v, out, dq, dk, dv)
         assert lse.shape == (q.size(1), len(q))
         grads = [
-            _backward(dout[a:b], q[a:b], k[c:d], v[c:d], out[a:b], lse[:, a:b], scale, causal)
-            for (a, b), (c, d) in _sequences(q, k, *lengths)
+            _backward(
+                dout[a:b], q[a:b], k[c:d], v[c:d], out[a:b], lse[:, a:b], scale, causal, drops
+            )
+            for ((a, b), (c, d)), drops in zip(
+                _sequences(q, k, *lengths), _each(dropout), strict=False
+            )
         ]
         grads = (torch.cat(t) for t in zip(*grads, strict=True))
     for into, grad in zip((dq, dk, dv), grads, strict=True):
@@ -133,17 +156,28 @@ def _flash_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, lengths)
 
 
 def _flash_attn_2():
-    def plain(window_size_left, window_size_right, softcap, alibi_slopes, dropout_p):
+    def plain(window_size_left, window_size_right, softcap, alibi_slopes):
         assert (window_size_left, window_size_right) == (-1, -1)
-        assert softcap == dropout_p == 0.0 and alibi_slopes is None
+        assert softcap == 0.0 and alibi_slopes is None
+
+    def drawn(p):
+        """Forward: from the default generator."""
+        return (p, torch.default_generator.initial_seed()) if p else None
+
+    def told(p, rng_state):
+        """Backward: from (seed, offset)."""
+        if not p:
+            return None
+        assert rng_state.shape == (2,) and rng_state.dtype == torch.int64 and rng_state[1] == 0
+        return p, int(rng_state[0])
 
     def _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
         alibi_slopes, return_softmax,
     ):  # fmt: skip
         CALLS.append("forward")
-        plain(window_size_left, window_size_right, softcap, alibi_slopes, dropout_p)
-        out, lse = _flash_forward(q, k, v, softmax_scale, causal, None)
+        plain(window_size_left, window_size_right, softcap, alibi_slopes)
+        out, lse = _flash_forward(q, k, v, softmax_scale, causal, None, drawn(dropout_p))
         return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_varlen_forward(
@@ -152,9 +186,9 @@ def _flash_attn_2():
         return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None,
     ):  # fmt: skip
         CALLS.append("varlen_forward")
-        plain(window_size_left, window_size_right, softcap, alibi_slopes, dropout_p)
+        plain(window_size_left, window_size_right, softcap, alibi_slopes)
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = _flash_forward(q, k, v, softmax_scale, causal, lengths)
+        out, lse = _flash_forward(q, k, v, softmax_scale, causal, lengths, drawn(dropout_p))
         return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_backward(
@@ -162,8 +196,9 @@ def _flash_attn_2():
         window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
         CALLS.append("backward")
-        plain(window_size_left, window_size_right, softcap, alibi_slopes, dropout_p)
-        _flash_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, None)
+        plain(window_size_left, window_size_right, softcap, alibi_slopes)
+        rows = dout, q, k, v, out, softmax_lse, dq, dk, dv
+        _flash_backward(*rows, softmax_scale, causal, None, told(dropout_p, rng_state))
         return softmax_lse
 
     def _flash_attn_varlen_backward(
@@ -172,9 +207,10 @@ def _flash_attn_2():
         softcap, alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
     ):  # fmt: skip
         CALLS.append("varlen_backward")
-        plain(window_size_left, window_size_right, softcap, alibi_slopes, dropout_p)
+        plain(window_size_left, window_size_right, softcap, alibi_slopes)
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        _flash_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, lengths)
+        rows = dout, q, k, v, out, softmax_lse, dq, dk, dv
+        _flash_backward(*rows, softmax_scale, causal, lengths, told(dropout_p, rng_state))
         return softmax_lse
 
     functions = (
@@ -305,7 +341,7 @@ def _check_fused(q, k, cu_q, cu_kv, longest, backend, layout, mask, window, rows
 
 def _fused_forward(
     is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype,
-    backend, scale, layout, mask, window, rng_gen,
+    backend, scale, layout, mask, window, rng_gen, p,
 ):  # fmt: skip
     CALLS.append("forward")
     longest = max_seqlen_q, max_seqlen_kv
@@ -314,7 +350,9 @@ def _fused_forward(
     )
     assert is_training and fake_dtype == q.dtype
     assert isinstance(rng_gen, torch.Generator), "it would advance the model's"
-    parts = [_forward(q[:, i], k[:, i], v[:, i], scale, mask == "causal") for i in range(q.size(1))]
+    drops = _each((p, rng_gen.initial_seed()) if p else None)
+    rows = zip(q.unbind(1), k.unbind(1), v.unbind(1), drops, strict=False)
+    parts = [_forward(*row, scale, mask == "causal", drop) for *row, drop in rows]
     out = torch.stack([p[0] for p in parts], 1).to(q.dtype)
     lse = torch.stack([p[1] for p in parts]).to(_wide(q.dtype))
     return out, [lse.unsqueeze(-1), torch.empty(2, dtype=torch.int64)]
@@ -322,7 +360,7 @@ def _fused_forward(
 
 def _fused_backward(
     max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux,
-    backend, scale, layout, mask, window,
+    backend, scale, layout, mask, window, p,
 ):  # fmt: skip
     CALLS.append("backward")
     longest, rows = (max_seqlen_q, max_seqlen_kv), (q, k, v, o, d_o)
@@ -332,10 +370,10 @@ def _fused_backward(
     assert stats.shape == (q.size(1), q.size(2), q.size(0), 1) and stats.is_contiguous()
     assert stats.dtype == _wide(q.dtype)
     assert rng_state.shape == (2,) and rng_state.dtype == torch.int64
-    grads = [
-        _backward(*(t[:, i] for t in (d_o, q, k, v, o)), stats[i, ..., 0], scale, mask == "causal")
-        for i in range(q.size(1))
-    ]
+    assert not p or rng_state[1] == 0
+    drops = _each((p, int(rng_state[0])) if p else None)
+    by_sample = zip(*(t.unbind(1) for t in (d_o, q, k, v, o)), stats[..., 0], drops, strict=False)
+    grads = [_backward(*row, scale, mask == "causal", drop) for *row, drop in by_sample]
     return [*(torch.stack(t, 1).to(q.dtype) for t in zip(*grads, strict=True)), None, None]
 
 
@@ -366,7 +404,7 @@ def _transformer_engine_2_8():
         return _fused_forward(
             is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v,
             fake_dtype, fused_attention_backend, attn_scale, qkv_layout, attn_mask_type,
-            window_size, rng_gen,
+            window_size, rng_gen, dropout,
         )  # fmt: skip
 
     def fused_attn_bwd(
@@ -381,7 +419,7 @@ def _transformer_engine_2_8():
         return _fused_backward(
             max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype,
             aux_ctx_tensors, fused_attention_backend, attn_scale, qkv_layout, attn_mask_type,
-            window_size,
+            window_size, dropout,
         )  # fmt: skip
 
     return _transformer_engine(fused_attn_fwd, fused_attn_bwd)
@@ -404,7 +442,7 @@ def _transformer_engine_2_18():
         return _fused_forward(
             is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v,
             fake_dtype, fused_attention_backend, attn_scale, qkv_layout, attn_mask_type,
-            window_size, rng_gen,
+            window_size, rng_gen, dropout,
         )  # fmt: skip
 
     def fused_attn_bwd(
@@ -421,7 +459,7 @@ def _transformer_engine_2_18():
         return _fused_backward(
             max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype,
             aux_ctx_tensors, fused_attention_backend, attn_scale, qkv_layout, attn_mask_type,
-            window_size,
+            window_size, dropout,
         )  # fmt: skip
 
     return _transformer_engine(fused_attn_fwd, fused_attn_bwd)

@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 
 from megatron_tsp.layers import flash
+from megatron_tsp.layers.dropout import Dropout
 from megatron_tsp.layers.kernels import Tiled, TransformerEngineFused
 from megatron_tsp.layers.kernels.flash_attn import FlashAttention2, FlashAttention3
 from megatron_tsp.layers.kernels.of_torch import TorchFlash
@@ -123,6 +124,22 @@ def masked_errors(kernel, mask: Mask, sinks: bool, dtype, device, length=64) -> 
         name: ((value.double().cpu() - want).abs().max() / want.abs().max()).item()
         for name, value, want in zip(names, (out, lse, *got), expected, strict=True)
     }
+
+
+def dropout_error(kernel, mask: Mask, dtype, device, other_key=None) -> float:
+    """How far Σ v·dv is from Σ dout·out, which it is for any mask that both ways agree on."""
+    q, k, v, _ = _inputs(64, 64, 3, dtype, device, 1.0, batch=4)
+    made, whole = kernel(CHANNELS**-0.5), Span(0, 64)
+    tiles, grads = mask.tiles(whole, [whole]), [torch.zeros_like(t) for t in (q, k, v)]
+    drops = [
+        Dropout(0.3, key, samples=2, heads=6).of(q, [whole], [whole])
+        for key in (2**62 + 12345, other_key or 2**62 + 12345)
+    ]
+    out, lse = flash.attend(q, k, v, tiles, made, None, drops[0])
+    out = out.to(dtype)
+    flash.attend_backward(out, q, k, v, out, lse, tiles, made, *grads, drops[1])
+    expected = out.double().square().sum()
+    return ((v.double() * grads[2].double()).sum() / expected - 1).abs().item()
 
 
 def _seen(mask: Mask, length: int, sample: int) -> torch.Tensor:

@@ -7,18 +7,30 @@ that demands of its arguments. benchmarks/gpu/kernels.py makes the same checks o
 import kernel_stand_ins
 import pytest
 import torch
-from kernels_common import KERNELS, MASKS, SHAPES, errors, masked_errors
+from kernels_common import (
+    CHANNELS,
+    KERNELS,
+    MASKS,
+    SHAPES,
+    _inputs,
+    dropout_error,
+    errors,
+    masked_errors,
+)
 from layers_common import config
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu import kernels as benchmark
 from megatron_tsp.errors import TSPError
-from megatron_tsp.layers import kernels, varlen
+from megatron_tsp.layers import flash, kernels, varlen
 from megatron_tsp.layers.core_attention import TSPCoreAttention
+from megatron_tsp.layers.dropout import Dropout
 from megatron_tsp.layers.kernels import flash_attn, of_torch, packages
+from megatron_tsp.layers.mask import Span
 
 PACKING = [name for name in KERNELS if name.startswith("flash-attn")]
+DROPPING = [name for name, kernel in KERNELS.items() if kernel.has_dropout]
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +76,42 @@ def test_equals_fp64(kernel, dtype, bar, causal, logits):
 def test_windows_documents_and_sinks_equal_fp64(kernel, dtype, bar, mask, sinks):
     found = masked_errors(kernel, MASKS[mask], sinks, dtype, "cpu")
     assert max(found.values()) < bar, found
+
+
+def _slopes(kernel, mask, backward_key=None):
+    """(by differences, by the backward) of Σ dout·out along a direction, with dropout, in fp64."""
+    *inputs, dout = _inputs(64, 64, 3, torch.float64, "cpu", 1.0, batch=4)
+    made, whole, key = kernel(CHANNELS**-0.5), Span(0, 64), 2**62 + 12345
+    tiles = mask.tiles(whole, [whole])
+
+    def drops(key):
+        return Dropout(0.3, key, samples=2, heads=6).of(inputs[0], [whole], [whole])
+
+    def value(step):
+        q, k, v = (t + step * way for t, way in zip(inputs, ways, strict=True))
+        return (flash.attend(q, k, v, tiles, made, None, drops(key))[0] * dout).sum()
+
+    generator = torch.Generator().manual_seed(1)
+    ways = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in inputs]
+    out, lse = flash.attend(*inputs, tiles, made, None, drops(key))
+    grads = [torch.zeros_like(t) for t in inputs]
+    drop = drops(backward_key or key)
+    flash.attend_backward(dout, *inputs, out, lse, tiles, made, *grads, drop)
+    differences = (value(1e-5) - value(-1e-5)) / 2e-5
+    return differences, sum((g * way).sum() for g, way in zip(grads, ways, strict=True)), out
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", DROPPING, indirect=True)
+def test_dropout_has_the_gradients_of_what_it_computes(kernel, mask):
+    state = torch.default_generator.get_state()
+    expected, got, out = _slopes(kernel, MASKS[mask])
+    assert abs(got - expected) < 1e-6 * abs(expected)
+    assert torch.equal(torch.default_generator.get_state(), state)
+    _, got, again = _slopes(kernel, MASKS[mask], backward_key=1)  # twin
+    assert torch.equal(out, again) and abs(got - expected) > 1e-2 * abs(expected)
+    assert dropout_error(kernel, MASKS[mask], torch.bfloat16, "cpu") < 1e-2
+    assert dropout_error(kernel, MASKS[mask], torch.bfloat16, "cpu", other_key=1) > 5e-2
 
 
 @pytest.mark.parametrize("kernel", PACKING, indirect=True)
@@ -218,6 +266,9 @@ def test_flash_is_the_newest_flash_attn_that_the_gpu_runs(gpu):
     both = "flash-attn 2", "flash-attn 3"
     gpu(*both, flash_attn="2.8.3")
     assert kernels.choose("flash", gpu=True) is flash_attn.FlashAttention3
+    assert kernels.choose("flash", gpu=True, dropout=True) is flash_attn.FlashAttention2
+    with pytest.raises(TSPError, match="version 3: this kernel has no attention dropout"):
+        kernels.choose("auto", 3, gpu=True, dropout=True)
     gpu(*both, flash_attn="2.8.3", capability=8)
     assert kernels.choose("flash", gpu=True) is flash_attn.FlashAttention2
     gpu(*both, flash_attn="2.7.4.post1", hip="7.0")  # an MI300X says that its capability is 9.4

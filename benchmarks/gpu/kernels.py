@@ -4,9 +4,10 @@
 
 Needs one GPU, NVIDIA's or AMD's, and some 16 GiB of host memory for the references. The checks are
 those that tests/test_kernels.py makes on the CPU, of longer sequences as well: whole calls, parts
-that are merged, windows, documents (in one call, where the kernel has one) and sinks. A line each;
-exit code 1 if an error is larger than its bar, 2 without a GPU. A kernel that is not installed, or
-not for this GPU, is left out and named.
+that are merged, windows, documents (in one call, where the kernel has one) and sinks; and whether
+dropout's masks are the same forward and backward. A line each; exit code 1 if an error is larger
+than its bar, 2 without a GPU. A kernel that is not installed, or not for this GPU, is left out and
+named.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from kernels_common import MASKS, SHAPES, errors, masked_errors  # noqa: E402
+from kernels_common import MASKS, SHAPES, dropout_error, errors, masked_errors  # noqa: E402
 
 from megatron_tsp.errors import TSPError  # noqa: E402
 from megatron_tsp.layers import flash, kernels, varlen  # noqa: E402
@@ -82,6 +83,10 @@ def _checks(kernel: type) -> Iterator[dict]:
         call = (kernel, longer, sinks, dtype, DEVICE, 64 * times)
         what = f"{name} x{times}{' sinks' if sinks else ''}"
         yield _checked(kernel, dtype, what, lambda call=call: masked_errors(*call))
+    for dtype, (name, mask) in product(BARS, MASKS.items() if kernel.has_dropout else ()):
+        call = (kernel, mask, dtype, DEVICE)
+        what = f"{name} dropout"
+        yield _checked(kernel, dtype, what, lambda call=call: {"dv": dropout_error(*call)})
 
 
 def _checked(kernel: type, dtype: torch.dtype, what: str, check: Callable) -> dict:

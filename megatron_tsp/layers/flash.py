@@ -52,7 +52,7 @@ def attend(
     # With dropout tile by tile: a mask is of a tile, by its seed or its places.
     for tile in calls(tiles, kernel, q) if dropout is None else tiles:
         if isinstance(tile, Pack):
-            out, lse = _attend_packed(q, k, v, tile, kernel, out, lse)
+            out, lse = _attend_packed(q, k, v, tile, kernel, out, lse, dropout)
             continue
         queries, keys = cut(q, tile, tile.queries), (cut(t, tile, tile.keys) for t in (k, v))
         more = () if dropout is None else (dropout.in_tile(tile),)
@@ -70,17 +70,16 @@ def attend(
     return out, lse
 
 
-def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, pack: Pack, kernel: Kernel, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _attend_packed(q, k, v, pack, kernel, out, lse, dropout) -> tuple[Tensor, Tensor]:
     """(out, lse) with the tiles of a pack in them."""
-    of_keys = (pack.keys.take(t) for t in (k, v))
+    kind, of_keys = pack.first.kind, (pack.keys.take(t) for t in (k, v))
+    more = () if dropout is None else (dropout.in_tile(pack.first),)
     part, part_lse = kernel.forward_packed(
-        pack.queries.take(q), *of_keys, pack.lengths, pack.kind != "full"
+        pack.queries.take(q), *of_keys, pack.lengths, kind != "full", *more
     )
     part = part, part_lse.t()
-    totals = out, lse = _totals(out, lse, q, part_lse, pack.kind)
-    if pack.kind != "causal":
+    totals = out, lse = _totals(out, lse, q, part_lse, kind)
+    if kind != "causal":
         part = merge(*(pack.queries.take(t) for t in totals), *part)
     for total, value in zip(totals, part, strict=True):
         pack.queries.put(total, value)
@@ -117,11 +116,13 @@ def attend_backward(
     # With dropout tile by tile: a mask is of a tile, by its seed or its places.
     for tile in calls(tiles, kernel, q) if dropout is None else tiles:
         if isinstance(tile, Pack):
+            more = () if dropout is None else (dropout.in_tile(tile.first),)
             rows = [tile.queries.take(t) for t in (dout, q, out, lse)]
             of_keys = [tile.keys.take(t) for t in (k, v)]
             grads = kernel.backward_packed(
-                *rows[:2], *of_keys, rows[2], rows[3].t(), tile.lengths, tile.kind != "full"
-            )
+                *rows[:2], *of_keys, rows[2], rows[3].t(), tile.lengths, tile.first.kind != "full",
+                *more,
+            )  # fmt: skip
             places = tile.queries, tile.keys, tile.keys
             for total, grad, at in zip((dq, dk, dv), grads, places, strict=True):
                 at.add(total, grad)

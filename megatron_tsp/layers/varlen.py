@@ -55,12 +55,13 @@ class Pack(NamedTuple):
     """Tiles of one kind of which no two share a query or a key, as one call.
 
     Attributes:
-        kind: of the tiles.
+        first: the first of the tiles, for what is the same for all of them, and to tell packs
+            apart.
         queries, keys: the rows of all of them; those of an edge in reverse order.
         lengths: of the tiles.
     """
 
-    kind: str
+    first: Tile
     queries: Rows
     keys: Rows
     lengths: Lengths
@@ -108,7 +109,7 @@ def _pack(tiles: Sequence[Tile], device: torch.device) -> Pack:
     queries, longest_q, cumulated_q = _rows(tiles, [tile.queries for tile in tiles], device)
     keys, longest_k, cumulated_k = _rows(tiles, [tile.keys for tile in tiles], device)
     return Pack(
-        tiles[0].kind, queries, keys, Lengths(cumulated_q, cumulated_k, longest_q, longest_k)
+        tiles[0], queries, keys, Lengths(cumulated_q, cumulated_k, longest_q, longest_k)
     )
 
 

@@ -83,8 +83,9 @@ class Kernel(Protocol):
         ...
 
     def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool,
+        dropout: "TileDropout | None" = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The same for sequences of different lengths, none of them empty.
 
         Args:
@@ -97,7 +98,7 @@ class Kernel(Protocol):
 
     def backward_packed(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        lengths: Lengths, causal: bool,
+        lengths: Lengths, causal: bool, dropout: "TileDropout | None" = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(dq, dk, dv), shaped as q, k and v."""
         ...
@@ -134,7 +135,7 @@ def choose(
     elif backend == "fused":
         found = _fused(flag, gpu)
     elif backend == "flash":
-        found = (flash_attn.newest() if gpu else None) or TorchFlash
+        found = (flash_attn.newest(dropout) if gpu else None) or TorchFlash
     elif backend == "auto":
         found = TorchFlash
     else:

@@ -9,6 +9,7 @@ copies nothing, and in this layout no release takes another backend for short se
 import torch
 from torch import Tensor
 
+from megatron_tsp.layers.kernels.flash_attn import philox_state
 from megatron_tsp.layers.kernels.packages import first_module, parameters, version
 
 _EXTENSIONS = "transformer_engine.pytorch.cpp_extensions"
@@ -18,7 +19,7 @@ _LAYOUT = "sbhd_sbhd_sbhd"
 class TransformerEngineFused:
     """Transformer Engine's `fused_attn_fwd` and `fused_attn_bwd`, releases 2.x; bf16 and fp16."""
 
-    has_dropout = False
+    has_dropout = True  # by masks of its own, which it draws from the seed of the call
 
     def __init__(self, scale: float):
         self.scale = scale
@@ -29,21 +30,23 @@ class TransformerEngineFused:
         """As `Kernel.packs`."""
         return False
 
-    def forward(self, q, k, v, causal):
+    def forward(self, q, k, v, causal, dropout=None):
         """As `Kernel.forward`."""
         if self.generator is None:  # of its own: the forward advances it even without dropout
             self.generator = torch.Generator(q.device)
+        if dropout:
+            self.generator.manual_seed(dropout.seed)
         rows = [_rows(t) for t in (q, k, v)]
         out, (lse, *_), *_ = self.module.fused_attn_fwd(
-            True, *_lengths(q, k), *rows, q.dtype, **self._arguments(causal),
+            True, *_lengths(q, k), *rows, q.dtype, **self._arguments(causal, dropout),
             rng_gen=self.generator,
         )  # fmt: skip
         return out.permute(1, 2, 0, 3), lse.squeeze(-1)
 
-    def backward(self, dout, q, k, v, out, lse, causal):
+    def backward(self, dout, q, k, v, out, lse, causal, dropout=None):
         """As `Kernel.backward`."""
         rows = [_rows(t) for t in (q, k, v, out, dout)]
-        no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
+        state = philox_state(q, dropout.seed if dropout else 0)
         if _names_types(self.module):
             types = first_module(["transformer_engine.pytorch.constants"]).TE_DType
             how = {"dqkv_dtype": types[q.dtype]}
@@ -51,16 +54,16 @@ class TransformerEngineFused:
             how = {"dqkv_layout": _LAYOUT}
         grads = self.module.fused_attn_bwd(
             *_lengths(q, k), *rows, q.dtype,
-            aux_ctx_tensors=[lse.contiguous().unsqueeze(-1), no_dropout],
-            **self._arguments(causal), **how,
+            aux_ctx_tensors=[lse.contiguous().unsqueeze(-1), state],
+            **self._arguments(causal, dropout), **how,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return tuple(t.permute(1, 2, 0, 3) for t in grads[:3])
 
-    def _arguments(self, causal):
+    def _arguments(self, causal, dropout):
         return dict(
             fused_attention_backend=self.module.FusedAttnBackend["F16_arbitrary_seqlen"],
-            attn_scale=self.scale, qkv_layout=_LAYOUT,
+            attn_scale=self.scale, dropout=dropout.p if dropout else 0.0, qkv_layout=_LAYOUT,
             attn_mask_type="causal" if causal else "no_mask",
             window_size=(-1, 0) if causal else (-1, -1),
         )  # fmt: skip
