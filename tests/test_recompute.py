@@ -82,8 +82,22 @@ def _dropped_out(breaking):
     torch.testing.assert_close(again, gradient(function), rtol=0, atol=0)
 
 
-def test_the_same_random_numbers_again():
-    run(_dropped_out, 1, None)
+def _of_torch_2_6():
+    """What its `checkpoint` takes; another keyword it would hand on to the function."""
+    call = torch.utils.checkpoint.checkpoint
+
+    def checkpoint(function, *args, use_reentrant, preserve_rng_state, context_fn):
+        return call(
+            function, *args, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+        )  # fmt: skip
+
+    torch.utils.checkpoint.checkpoint = checkpoint
+
+
+@pytest.mark.parametrize("before", [None, _of_torch_2_6])
+def test_the_same_random_numbers_again(before):
+    run(_dropped_out, 1, before)
 
 
 def _other_random_numbers():

@@ -28,14 +28,15 @@ def checkpoint(function, distribute_saved_activations: bool, *args):
     """
     assert not distribute_saved_activations  # TSP refuses it
     states = random._get_all_rng_states()
-    return torch.utils.checkpoint.checkpoint(
-        function,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=lambda: (nullcontext(), _random_states(states)),
-        early_stop=False,
-    )
+    # A context, not a keyword: torch has the keyword from 2.9.
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        return torch.utils.checkpoint.checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), _random_states(states)),
+        )
 
 
 @contextmanager
