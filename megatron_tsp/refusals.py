@@ -30,6 +30,10 @@ _VARIANT = "a GPT model's attention is multi-head, grouped-query or multi-latent
 _FP8 = "TSP streams fp32, fp16 and bf16 shards only; train in bf16 (--bf16)"
 _FSDP = "TSP shards the weights itself; use Megatron's DDP or its distributed optimizer"
 _GRAPH = "the streams are not captured in CUDA graphs yet"
+_TRACKER = (
+    "it is for CUDA graphs, and outside of them what is recomputed would draw other dropout masks; "
+    "drop the flag"
+)
 _CE = "TSP computes the loss itself, streaming the vocabulary in fp32; drop the flag"
 _OVERLAP = "TSP has no tensor-parallel activation traffic to overlap; drop the flag"
 _CORE = "TSP has its own attention core; drop the flag"
@@ -117,6 +121,8 @@ REFUSED = (
     Refusal("external_cuda_graph", "--external-cuda-graph", _GRAPH),
     Refusal("cuda_graph_impl", "--cuda-graph-impl", _GRAPH, ("none",)),
     Refusal("optimizer_cuda_graph", "--optimizer-cuda-graph", _GRAPH),
+    Refusal("te_rng_tracker", "--te-rng-tracker", _TRACKER),
+    Refusal("use_te_rng_tracker", "use_te_rng_tracker", _TRACKER),
     Refusal("distribute_saved_activations", "--distribute-saved-activations",
             "each rank keeps its own tokens only: nothing is left to distribute; drop the flag"),
     Refusal("cpu_offloading_num_layers", "--cpu-offloading-num-layers", _OFFLOAD),

@@ -247,8 +247,8 @@ WITHOUT_EFFECT = {
     "Megatron's alone: how parameters are created and initialized": """
         perform_initialization use_cpu_initialization init_method init_method_std
         init_method_xavier_uniform output_layer_init_method embedding_init_method
-        embedding_init_method_std seed data_parallel_random_init te_rng_tracker
-        use_te_rng_tracker inference_rng_tracker inference_sampling_seed
+        embedding_init_method_std seed data_parallel_random_init inference_rng_tracker
+        inference_sampling_seed
     """,
     "Megatron's alone: groups, time-outs, transport": """
         distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init
