@@ -179,8 +179,12 @@ def check_attention(args: Namespace) -> None:
 
 def attention_kernel(args: Namespace) -> type:
     """The kernel's class, in training."""
-    dropout = args.attention_dropout > 0
-    return kernels.choose(args.attention_backend.name, args.flash_attention_version, None, dropout)
+    return kernels.choose(
+        args.attention_backend.name,
+        args.flash_attention_version,
+        dropout=args.attention_dropout > 0,
+        engine=args.transformer_impl == "transformer_engine",
+    )
 
 
 def _check_flat_samples(args: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Gaps of Megatron's wheel without Transformer Engine and Apex, on any machine.
+"""Gaps of Megatron's wheel, most of them without Transformer Engine and Apex, on any machine.
 
 Each is a defect on Megatron's side that stops or silently bends a run; each fix is inert where
 the gap is not there.
@@ -22,8 +22,9 @@ def fill_gaps() -> None:
         utils.compile_helpers = _check_helpers
     if not random.HAVE_TE:
         _wrap(random.CheckpointWithoutOutput, "__init__", _without_fp8)
+    cls = distrib_optimizer.DistributedOptimizer
+    _wrap(cls, "sharded_param_state_fully_reshardable", _with_places_in_what_is_gathered)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
-        cls = distrib_optimizer.DistributedOptimizer
         _wrap(cls, "state_dict", _with_adam_state)
         _wrap(cls, "load_state_dict", _with_own_steps)
         _wrap(cls, "_set_main_param_and_optimizer_states", _without_step_and_grad)
@@ -50,6 +51,35 @@ def _without_fp8(init):
         self.fp8 = False
 
     return init_without
+
+
+def _with_places_in_what_is_gathered(sharded):
+    # What is gathered for a checkpoint has lost the padding behind each bucket of gradients, and
+    # Megatron cuts it by the parameters' places with the padding: with several buckets of a size
+    # that is padded, the state of one parameter is saved as another's.
+    def cut(self, *args, **kwargs):
+        places = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = _without_padding(buffer)
+            return sharded(self, *args, **kwargs)
+        finally:
+            for buffer, own in zip(self.buffers, places, strict=True):
+                buffer.param_index_map = own
+
+    return cut
+
+
+def _without_padding(buffer) -> dict:
+    """param -> (start, end, bucket) among the buckets of a buffer laid end to end, unpadded."""
+    shift, begin = [], 0
+    for bucket in buffer.buckets:
+        shift.append(begin - bucket.offset)
+        begin += bucket.numel_unpadded
+    return {
+        param: (start + shift[bucket], end + shift[bucket], bucket)
+        for param, (start, end, bucket) in buffer.param_index_map.items()
+    }
 
 
 # Without Transformer Engine and Apex the distributed optimizer runs torch's Adam, which keeps a

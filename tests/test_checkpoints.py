@@ -6,6 +6,7 @@ from training import GPT2, LLAMA, TP_SP, assert_same, grad_norms, losses, train
 
 MODEL = f"{LLAMA} --vocab-size 126 --make-vocab-size-divisible-by 32"  # 127 words, padded
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+BUCKETS = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000"  # padded
 SAVE = "--save {}/ckpt --save-interval 3"
 LOAD = "--load {}/ckpt --ckpt-step 3"
 PIPELINE = "--tsp-size 2 --pipeline-model-parallel-size 2"
@@ -54,7 +55,7 @@ def test_a_run_flips_in_the_middle(reference, tmp_path, model, begin, continuati
         assert_same(_last_stage(rest), [expected[0][3:]])
 
 
-@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer", BUCKETS])
 def test_resumed_it_is_the_uninterrupted_run_to_the_bit(tmp_path, optimizer):
     flags = f"{MODEL} {optimizer} --tsp-size 2"
     whole = _begin(tmp_path, 4, flags)

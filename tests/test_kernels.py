@@ -260,6 +260,21 @@ def test_fused_is_transformer_engines_where_it_is_installed(gpu):
         kernels.choose("fused", gpu=True)
 
 
+def test_auto_is_transformer_engines_where_the_model_is_to_be_its_own(gpu):
+    gpu()
+    assert kernels.choose("auto", gpu=True, engine=True) is of_torch.TorchFlash
+    gpu("Transformer Engine 2.18", transformer_engine="2.18.0+abcdef")
+    assert kernels.choose("auto", gpu=True) is of_torch.TorchFlash
+    assert kernels.choose("auto", gpu=False, engine=True) is of_torch.TorchFlash
+    fused = kernels.TransformerEngineFused
+    assert kernels.choose("auto", gpu=True, engine=True) is fused
+    assert kernels.choose("auto", gpu=True, engine=True, dropout=True) is fused
+    gpu("Transformer Engine 2.18", transformer_engine="3.0")
+    assert kernels.choose("auto", gpu=True, engine=True) is of_torch.TorchFlash
+    gpu("Transformer Engine 2.18", transformer_engine="2.18", hip="7.0")
+    assert kernels.choose("auto", gpu=True, engine=True) is of_torch.TorchFlash
+
+
 def test_flash_is_the_newest_flash_attn_that_the_gpu_runs(gpu):
     gpu()
     assert kernels.choose("flash", gpu=True) is of_torch.TorchFlash
@@ -306,19 +321,21 @@ def test_a_package_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "version", "expected"),
+    ("layers", "backend", "version", "expected"),
     [
-        ("auto", None, of_torch.TorchFlash),
-        ("flash", None, flash_attn.FlashAttention3),
-        ("auto", 2, flash_attn.FlashAttention2),
-        ("fused", None, kernels.TransformerEngineFused),
+        ("local", "auto", None, of_torch.TorchFlash),
+        ("transformer_engine", "auto", None, kernels.TransformerEngineFused),
+        ("local", "flash", None, flash_attn.FlashAttention3),
+        ("transformer_engine", "auto", 2, flash_attn.FlashAttention2),
+        ("local", "fused", None, kernels.TransformerEngineFused),
     ],
 )
 def test_the_attention_core_has_the_kernel_that_the_flags_ask_for(
-    gpu, monkeypatch, backend, version, expected
+    gpu, monkeypatch, layers, backend, version, expected
 ):
     settings = config(
-        1, attention_backend=AttnBackend[backend], flash_attention_version=version
+        1, attention_backend=AttnBackend[backend], flash_attention_version=version,
+        transformer_impl=layers,
     )  # fmt: skip
     gpu(
         "flash-attn 2", "flash-attn 3", "Transformer Engine 2.18", flash_attn="2.8.3",

@@ -79,7 +79,8 @@ class TSPCoreAttention(MegatronModule):
         self.heads_group = getattr(pg_collection, "tp", None)  # each of its ranks has other heads
         self.kernel, self.dropout_kernel = (
             kernels.choose(
-                config.attention_backend.name, config.flash_attention_version, dropout=dropout
+                config.attention_backend.name, config.flash_attention_version, dropout=dropout,
+                engine=config.transformer_impl == "transformer_engine",
             )(softmax_scale or config.kv_channels**-0.5)
             for dropout in (False, self.dropout > 0)
         )

@@ -109,16 +109,19 @@ def choose(
     version: int | None = None,
     gpu: bool | None = None,
     dropout: bool = False,
+    engine: bool = False,
 ) -> type:
     """The kernel's class.
 
     Args:
-        backend: "auto": PyTorch's flash attention; "flash": flash-attn 3 or 2 where one is
+        backend: "auto": Transformer Engine's where `engine` asks for it and it can be called, else
+            PyTorch's flash attention; "flash": flash-attn 3 or 2 where one is
             installed, else PyTorch's; "fused": Transformer Engine's where it is installed, else
             cuDNN's as PyTorch has it, which is the same.
         version: of flash-attn, 2 or 3: that one.
         gpu: whether the tensors are on one; None: whether there is one.
         dropout: whether it must have dropout: then "auto" takes `Tiled` where PyTorch's has none.
+        engine: whether the model is to be Transformer Engine's (--transformer-impl).
 
     Raises:
         TSPError: the kernel is not there, or has no dropout, by the flag that asks for it.
@@ -137,7 +140,7 @@ def choose(
     elif backend == "flash":
         found = (flash_attn.newest(dropout) if gpu else None) or TorchFlash
     elif backend == "auto":
-        found = TorchFlash
+        found = TransformerEngineFused if engine and _engine(gpu) else TorchFlash
     else:
         raise TSPError(f"{flag} builds scores of s x s; use auto, flash or fused")
     if dropout and not found.has_dropout:
@@ -150,8 +153,22 @@ def choose(
     return found
 
 
+def _has_cudnn(gpu: bool) -> bool:
+    return gpu and not torch.version.hip and torch.backends.cudnn.is_available()
+
+
+def _engine(gpu: bool) -> bool:
+    """Whether Transformer Engine's attention can be called."""
+    if not _has_cudnn(gpu) or not transformer_engine.installed():
+        return False
+    try:
+        return not transformer_engine.misfit()
+    except TSPError:  # built for another PyTorch: Megatron does without it as well
+        return False
+
+
 def _fused(flag: str, gpu: bool) -> type:
-    if not gpu or torch.version.hip or not torch.backends.cudnn.is_available():
+    if not _has_cudnn(gpu):
         raise TSPError(f"{flag} needs cuDNN and its GPU; elsewhere use auto or flash")
     if not transformer_engine.installed():
         return Cudnn
