@@ -21,7 +21,8 @@ from megatron_tsp.trace.tracing import start
 HERE = Path(__file__).parent
 LENGTHS = (16, 32, 64, 128, 256, 1024)
 ARMS = {
-    "tp_sp": "Megatron TP 8 + SP",
+    "tp_sp": "TP 8 + SP",
+    "tp_sp_stock": "TP 8 + SP, stock",
     "tp4_cp2": "TP 4 × CP 2",
     "tp2_cp4": "TP 2 × CP 4",
     "cp8": "CP 8",
@@ -128,10 +129,10 @@ def _length(length: int) -> str:
 
 
 def _targets(rows) -> str:
-    lines = [["recompute", "length", "target", "TSP 8, allgather", "TSP 8, alltoall",
-              "Megatron TP 8 + SP", "peak of TSP 8, allgather"]]  # fmt: skip
+    arms = ("tsp", "tsp_heads", "tp_sp", "tp_sp_stock")
+    lines = [["recompute", "length", "target", *map(ARMS.get, arms), f"at, {ARMS['tsp']}"]]
     for recompute, length, target in TARGETS:
-        found = [_find(rows, arm, recompute, length) for arm in ("tsp", "tsp_heads", "tp_sp")]
+        found = [_find(rows, arm, recompute, length) for arm in arms]
         shown = [f"{one['peak']:.2f}" if one else "–" for one in found]
         at = found[0]["at"] if found[0] else ""
         lines.append([recompute, _length(length), f"≤ {target:g}", *shown, at])
@@ -168,11 +169,17 @@ Micro-batch 1, one micro-batch a step, bf16 weights, fp32 gradients, fp32 master
 18 bytes a parameter, 18.55 GiB a rank where all 8 ranks share the weights. No distributed
 optimizer: CP 8 holds all weights and states on every rank, 148 GiB.
 
-Every arm has TSP's norm and attention core (`--tsp-baseline-core` for Megatron's), so that the
-parallelism alone differs. *Selective* is `--recompute-modules mlp layernorm`. TSP's layers
-recompute both by themselves: its row is that of *none*. *Full* is `--recompute-method uniform
---recompute-num-layers 1`. There is no stock arm: without Apex or Transformer Engine, Megatron's own
-norm refuses sequence parallelism.
+Every arm but one has TSP's norm, rotary embedding and attention core (`--tsp-baseline-core` for
+Megatron's), so that the parallelism alone differs. *Stock* is what Megatron's own layers keep with a
+flash attention (`benchmarks/stock.py`): Megatron's rotary embedding, a cos and a sin for each query
+and key of each layer, and values that are views of the packed QKV, which stays alive with them. Its
+norm is TSP's here as well: Megatron's local one refuses sequence parallelism, and those of Transformer
+Engine and Apex, which need a GPU, keep the same (x and the row statistics). With Transformer Engine's
+fused rotary embedding there is no cos and sin: one of the three [s/8, b, h] tensors a layer by which
+*stock* is above the row before it.
+
+*Selective* is `--recompute-modules mlp layernorm`. TSP's layers recompute both by themselves: their
+row is that of *none*. *Full* is `--recompute-method uniform --recompute-num-layers 1`.
 
 "–" has not been traced: the command above fills it in.
 """

@@ -7,7 +7,7 @@ from megatron.core.extensions.transformer_engine_spec_provider import TESpecProv
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -40,6 +40,7 @@ from megatron.core.utils import get_pg_rank
 
 from megatron_tsp.errors import TSPError
 from megatron_tsp.layers.attention import TSPSelfAttention
+from megatron_tsp.layers.baseline import BaselineSelfAttention
 from megatron_tsp.layers.core_attention import TSPCoreAttention
 from megatron_tsp.layers.heads_linear import (
     TSPLayerNormLinearToHeads,
@@ -60,7 +61,7 @@ from megatron_tsp.options import TSPOptions
 
 
 class BaselineSpecProvider(LocalSpecProvider):
-    """Megatron's tensor-parallel linears with TSP's norm and attention core.
+    """Megatron's tensor-parallel linears with TSP's norm, rotary embedding and attention core.
 
     An A/B run against TSP then compares the parallelism and nothing else.
     """
@@ -76,7 +77,7 @@ class BaselineSpecProvider(LocalSpecProvider):
     def attention(self):
         """(class, norm in front of it, QKV linear, output linear)."""
         return (
-            SelfAttention,
+            BaselineSelfAttention,
             self.layer_norm(has_residual=True),
             self.column_parallel_linear(),
             self.row_parallel_linear(),
