@@ -1,12 +1,13 @@
 """Make benchmarks/memory_7b.md: what a rank of a 7B on 8 ranks needs, from 16K to 1M tokens.
 
-    python -m benchmarks.memory_7b [--lengths 16 128] [--arms tsp tp_sp] [--out FILE.md]
+    python -m benchmarks.memory_7b [--lengths 16 128] [--arms tsp tp_sp] [--missing] [--out FILE.md]
 
 Traces (docs/trace.md): the training code on tensors without contents; no GPU. Rows are kept beside
 the table (.json), so that a run with other --lengths or --arms adds to it.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -49,18 +50,18 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="in 1024 tokens")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--recompute", nargs="+", default=list(RECOMPUTE), choices=RECOMPUTE)
+    parser.add_argument("--missing", action="store_true", help="only what has no row yet")
     parser.add_argument("--out", type=Path, default=HERE / "memory_7b.md")
     args = parser.parse_args()
-    jobs = [
-        (arm, recompute, length)
-        for length in args.lengths
-        for recompute in args.recompute
-        for arm in args.arms
-        if (arm, recompute) not in SAME
-    ]
     config = ab_config.read(HERE / "configs" / "memory_7b.yaml")
     kept = args.out.with_suffix(".json")
     rows = json.loads(kept.read_text()) if kept.exists() else {}
+    jobs = [
+        job
+        for job in itertools.product(args.arms, args.recompute, args.lengths)
+        if job[:2] not in SAME and not (args.missing and _key(job) in rows)
+    ]
+    jobs.sort(key=lambda job: args.lengths.index(job[2]))
 
     def start_one(job, pool):
         arm, recompute, length = job
@@ -74,7 +75,7 @@ def main() -> None:
             return
         trace = done.result()
         split = {name: round(size / GIB, 3) for name, size in trace.split.items()}
-        rows["/".join(map(str, job))] = {
+        rows[_key(job)] = {
             "peak": round(trace.peak_bytes / GIB, 3),
             "at": place(trace),
             "split": split,
@@ -82,9 +83,14 @@ def main() -> None:
         }
         kept.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
 
-    command.trace_all(jobs, start_one)
+    if jobs:
+        command.trace_all(jobs, start_one)
     args.out.write_text(document(rows), encoding="utf-8")
     print(f"wrote {args.out}")
+
+
+def _key(job: tuple[str, str, int]) -> str:
+    return "/".join(map(str, job))
 
 
 def document(rows: dict) -> str:
@@ -170,13 +176,13 @@ Micro-batch 1, one micro-batch a step, bf16 weights, fp32 gradients, fp32 master
 optimizer: CP 8 holds all weights and states on every rank, 148 GiB.
 
 Every arm but one has TSP's norm, rotary embedding and attention core (`--tsp-baseline-core` for
-Megatron's), so that the parallelism alone differs. *Stock* is what Megatron's own layers keep with a
-flash attention (`benchmarks/stock.py`): Megatron's rotary embedding, a cos and a sin for each query
-and key of each layer, and values that are views of the packed QKV, which stays alive with them. Its
-norm is TSP's here as well: Megatron's local one refuses sequence parallelism, and those of Transformer
-Engine and Apex, which need a GPU, keep the same (x and the row statistics). With Transformer Engine's
-fused rotary embedding there is no cos and sin: one of the three [s/8, b, h] tensors a layer by which
-*stock* is above the row before it.
+Megatron's), so that the parallelism alone differs. *Stock* is what Megatron's own layers keep with
+a flash attention (`benchmarks/stock.py`): Megatron's rotary embedding, a cos and a sin for each
+query and key of each layer, and values that are views of the packed QKV, which stays alive with
+them. Its norm is TSP's here as well: Megatron's local one refuses sequence parallelism, and those
+of Transformer Engine and Apex, which need a GPU, keep the same (x and the row statistics). With
+Transformer Engine's fused rotary embedding there is no cos and sin: one of the three [s/8, b, h]
+tensors a layer by which *stock* is above the row before it.
 
 *Selective* is `--recompute-modules mlp layernorm`. TSP's layers recompute both by themselves: their
 row is that of *none*. *Full* is `--recompute-method uniform --recompute-num-layers 1`.

@@ -1,12 +1,12 @@
 """Megatron's own layers with a flash attention, for `--spec benchmarks.stock block_spec`.
 
-Neither Transformer Engine nor Apex runs without a GPU, and of Megatron's local modules two are of no
-use here: the attention makes all s x s scores, and the norm refuses sequence parallelism. So the
+Neither Transformer Engine nor Apex runs without a GPU, and of Megatron's local modules two are of
+no use here: the attention makes all s x s scores, and the norm refuses sequence parallelism. So the
 attention is PyTorch's flash kernel, on Megatron's queries, keys and values as they are; the norm is
 TSP's, which keeps what the kernels of Transformer Engine and Apex keep, x and the row statistics.
-All else is Megatron's: linears, MLP, rotary embedding (a cos and a sin for each query and key of each
-layer, where Transformer Engine's fused kernel keeps none), and its views (a value keeps the packed
-queries, keys and values alive, as it does with flash-attn).
+All else is Megatron's: linears, MLP, rotary embedding (a cos and a sin for each query and key of
+each layer, where Transformer Engine's fused kernel keeps none), and its views (a value keeps the
+packed queries, keys and values alive, as it does with flash-attn).
 """
 
 import torch

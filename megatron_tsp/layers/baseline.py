@@ -1,8 +1,8 @@
-"""The attention of the tensor-parallel baseline: Megatron's own, with the rotary embedding of `rope`.
+"""The attention of the tensor-parallel baseline: Megatron's, with the rotary embedding of `rope`.
 
 Without Transformer Engine's fused kernel, Megatron's keeps a cos and a sin for each query and each
-key of each layer: at TP 8, one [s/8, b, h] tensor a layer. TSP keeps one pair for all layers, and an
-A/B run has to compare the parallelism alone.
+key of each layer: at TP 8, one [s/8, b, h] tensor a layer. TSP keeps one pair for all layers, and
+an A/B run has to compare the parallelism alone.
 """
 
 from megatron.core.transformer.attention import SelfAttention
