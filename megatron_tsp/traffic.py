@@ -52,7 +52,8 @@ BLOCKS = ("attention", "mlp", "embedding", "loss", "other")
 class _Label(threading.local):
     """The kind of block this thread is in. Thread-local: CUDA backwards run in their own thread."""
 
-    kind = "other"
+    kind: str | None = None  # by `block`
+    outside = "other"  # by `set_kind`
 
 
 _label = _Label()
@@ -81,7 +82,7 @@ class block:
 
 def set_kind(kind: str) -> None:
     """Label what this thread sends from now on, outside of any `block`."""
-    _label.kind = kind
+    _label.outside = kind
 
 
 # ---------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class Counter:
     def add(self, collective: str, group: str, size: int | Fraction, kind: str | None = None):
         """Add `size` bytes sent. `kind` defaults to this thread's label (see `block`)."""
         if size:
-            key = (collective, group, kind or _label.kind)
+            key = (collective, group, kind or _label.kind or _label.outside)
             with self._lock:
                 self._sums[key] += size
 

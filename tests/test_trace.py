@@ -80,6 +80,8 @@ def _crowded_routers():
         (2, f"{TP_SP} {FULL}"),
         (2, f"{TP_SP} {SELECTIVE} mlp layernorm"),
         (2, "--context-parallel-size 2 --tsp-baseline-core"),
+        (2, f"--context-parallel-size 2 --tsp-baseline-core {FULL}"),
+        (2, f"--context-parallel-size 2 --tsp-baseline-core {SELECTIVE} mlp layernorm"),
         (2, "--tsp-size 2"),
         (2, f"--tsp-size 2 {FULL}"),
         (2, f"--tsp-size 2 {SELECTIVE} core_attn mlp --tsp-attention-exchange alltoall"),
@@ -103,6 +105,50 @@ def test_a_trace_is_what_real_ranks_measure(tmp_path, world, flags):
         assert sum(traced.split.values()) == traced.peak_bytes
         assert traced.sent_by("collective") == real["bytes_sent"]
         assert traced.sent_by("group") == real["bytes_by_group"]
+        if "--tsp-size" in flags:
+            assert traced.sent_by("block") == real["bytes_by_block"]
+
+
+def _keep_more():
+    """Each layer's attention keeps one more of its queries and of its keys."""
+    from megatron_tsp.layers import attention
+
+    _even_tokens()
+    rotate = attention.rotate
+    attention.rotate = lambda t, *args: rotate(t * t.detach().clone(), *args)
+
+
+def test_twin_a_layer_that_keeps_more_is_seen(tmp_path):
+    ranks = train(tmp_path, 2, f"{SHAPE} --train-iters 4 --tsp-size 2", before=_keep_more)
+    traced, real = trace(_config("--tsp-size 2"), "arm", 0, 2), ranks[0][-1]
+    assert real["peak_memory_bytes"] > 1.01 * traced.peak_bytes
+    assert traced.sent_by("block") == real["bytes_by_block"]
+
+
+def test_tensor_parallel_traffic_is_labelled_by_block():
+    sent = trace(_config(TP_SP), "arm", 0, 2).sent_by("block", "group")
+    # 2 layers, 2 micro-batches; gathers and scatters of [512, 2, 128] fp32, half of it to another
+    assert sent["attention", "tp"] == sent["mlp", "tp"] == 2 * 2 * 5 * 512 * 2 * 128 * 4 // 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "layer", "attention", "mlp", "loss"),
+    [
+        (TP_SP, 6, 14, 0, 6),
+        (f"{TP_SP} {FULL}", 8, 18, 0, 6),
+        ("--context-parallel-size 2 --tsp-baseline-core", 6, 14, 0, 6),
+        ("--tsp-size 2", 6, 14, 4 / 3, 8),  # gate and up again; logits again
+        (f"--tsp-size 2 {FULL}", 8, 18, 4 / 3, 8),
+    ],
+)
+def test_operations_are_those_of_the_closed_form(flags, layer, attention, mlp, loss):
+    """6 for each weight and token; 7 products of queries and keys that see each other."""
+    hidden, ffn, vocab, length, layers, samples = 128, 384, 256, 512, 2, 4
+    of_mlp, of_attention = 3 * hidden * ffn, 4 * hidden**2
+    pairs = length * (length + 1) // 2
+    expected = length * (layers * (layer * (of_attention + of_mlp) + mlp * of_mlp))
+    expected += length * loss * hidden * vocab + layers * attention * hidden * pairs
+    assert trace(_config(flags), "arm", 0, 2).flops == samples * expected // 2
 
 
 def test_a_trace_takes_the_router_to_be_balanced(tmp_path):
@@ -141,6 +187,18 @@ def test_the_command_writes_a_table_json_and_a_picture(tmp_path, capsys):
     assert [arm["arm"] for arm in arms] == ["tp_sp", "tsp"]
     assert arms[1]["sent_by_block"]["mlp"] > 0
     assert Path(files[1]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_longest_sequence_from_the_command_line(tmp_path, capsys):
+    config, out = _write(tmp_path / "ab.yaml"), tmp_path / "out.json"
+    words = ["--max-context", "0.05", "--reserve", "0.01", "--arms", "tsp", "--json", str(out)]
+    assert cli(["trace", config, *words]) == 0
+    (found,) = json.loads(out.read_text())
+    length, room = found["max_seq_length"], 0.04 * 2**30
+    assert f"| tsp | {length:,} |" in capsys.readouterr().out
+    assert found["trace"]["peak"]["bytes"] <= room
+    longer = {"--seq-length": str(length + 1024), "--max-position-embeddings": str(length + 1024)}
+    assert trace(config, "tsp", settings=longer).peak_bytes > room
 
 
 def test_longest_is_the_last_that_fits():

@@ -145,9 +145,6 @@ def _layer_saved(model: Model, layout: Layout, moe: bool = False) -> float:
             features += 2 * model.hidden
         if not layout.recomputes("moe" if moe else "mlp"):
             features += _mlp_saved(model, ffn)
-        if model.rope:
-            # Megatron casts a cos and a sin for each query and each key.
-            features += 4 * model.channels * layout.degree / layout.micro_batch
     return tokens * (features * element + statistics * STATISTIC)
 
 

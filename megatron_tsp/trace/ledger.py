@@ -178,13 +178,16 @@ def _flops(func, args, kwargs, result) -> int:
         return _attention(*args[1:3], causal, 5)  # the logits again, and four products
     count = _counts.get(func, func)
     if count is func:
-        count = _counts[func] = flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        count = _counts[func] = flop_registry.get(_NOT_IN_PLACE.get(packet, packet))
     if count is None:
         return 0
     kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     return count(*args, **kwargs, out_val=result)
 
 
+#: What torch's registry knows by another name.
+_NOT_IN_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
 #: Operators that have run, and what counts theirs.
 _counts: dict = {}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_tsp.trace.limits import Limit
 from megatron_tsp.trace.result import Trace
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 RESERVE_NOTE = (
     "Bytes of tensors. Besides them: the CUDA context, workspaces of cuBLAS, buffers of NCCL, "
     "scratch space inside kernels, fragmentation."
@@ -14,18 +14,25 @@ RESERVE_NOTE = (
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "loss")
 
 
+def unit(traces: Sequence[Trace]) -> tuple[str, int]:
+    """In what bytes are shown, and its size: MiB where every peak is below 1 GiB."""
+    small = max(trace.peak_bytes for trace in traces) < GIB
+    return ("MiB", MIB) if small else ("GiB", GIB)
+
+
 def table(traces: Sequence[Trace]) -> str:
     """Markdown, one row a rank of an arm."""
-    head = ["arm", "rank", "peak GiB", *_COLUMNS, "at", "sent GiB", "TFLOP"]
+    name, size = unit(traces)
+    head = ["arm", "rank", f"peak {name}", *_COLUMNS, "at", f"sent {name}", "TFLOP"]
     rows = [
         [
             trace.arm,
             f"{trace.rank} of {trace.world}",
-            f"{trace.peak_bytes / GIB:.2f}",
-            *(f"{trace.split[kind] / GIB:.2f}" for kind in _COLUMNS),
+            f"{trace.peak_bytes / size:.2f}",
+            *(f"{trace.split[kind] / size:.2f}" for kind in _COLUMNS),
             place(trace),
-            f"{trace.sent_bytes / GIB:.2f}",
-            f"{trace.flops / 1e12:.1f}",
+            f"{trace.sent_bytes / size:.2f}",
+            f"{trace.flops / 1e12:.3g}",
         ]
         for trace in traces
     ]
@@ -33,13 +40,13 @@ def table(traces: Sequence[Trace]) -> str:
 
 
 def traffic(traces: Sequence[Trace]) -> str:
-    """Markdown: GiB that a rank sends in a step, by block and collective."""
+    """Markdown: what a rank sends in a step, by block and collective."""
+    name, size = unit(traces)
     sent = [trace.sent_by("block", "collective") for trace in traces]
     keys = sorted({key for sums in sent for key in sums})
-    head = ["block", "collective", *(f"{trace.arm}, rank {trace.rank}" for trace in traces)]
-    rows = [
-        [*key, *(f"{sums.get(key, 0) / GIB:.3f}" for sums in sent)] for key in keys
-    ]
+    arms = (f"{trace.arm}, rank {trace.rank}" for trace in traces)
+    head = [f"sent {name}: block", "collective", *arms]
+    rows = [[*key, *(f"{sums.get(key, 0) / size:.3f}" for sums in sent)] for key in keys]
     return _markdown([head, *rows])
 
 
@@ -81,11 +88,12 @@ def draw(traces: Sequence[Trace], path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
+    name, size = unit(traces)
     figure, panels = pyplot.subplots(
         len(traces), figsize=(11, 2.6 * len(traces) + 0.6), squeeze=False, sharey=True
     )
     for trace, axes in zip(traces, panels[:, 0], strict=True):
-        line = [size / GIB for size in trace.timeline]
+        line = [live / size for live in trace.timeline]
         axes.plot(line, color="black", linewidth=0.7)
         for start, end, phase in _phases(trace):
             axes.axvspan(start, end, color=_COLOURS.get(phase, "white"), alpha=0.35, linewidth=0)
@@ -93,10 +101,10 @@ def draw(traces: Sequence[Trace], path: Path) -> None:
         axes.plot(top, line[top], "v", color="black", markersize=5)
         axes.set_title(
             f"{trace.arm}, rank {trace.rank} of {trace.world}: peak "
-            f"{trace.peak_bytes / GIB:.2f} GiB at {place(trace)}",
+            f"{trace.peak_bytes / size:.2f} {name} at {place(trace)}",
             fontsize=10,
         )
-        axes.set_ylabel("live, GiB")
+        axes.set_ylabel(f"live, {name}")
         axes.set_ylim(bottom=0)
         axes.margins(x=0)
     panels[-1, 0].set_xlabel("operators of the step")
