@@ -27,8 +27,8 @@ START = "start of the step"
 
 
 class Where:
-    """What is running: `label`, such as "layer 3 MLP", and `phase`: forward, recompute, backward,
-    gradient reduction or optimizer."""
+    """What is running: `label`, such as "layer 3 MLP"; its `kind`, of `traffic.BLOCKS`; and `phase`:
+    forward, recompute, backward, gradient reduction or optimizer."""
 
     def __init__(self):
         self.set(START, "")
@@ -36,8 +36,8 @@ class Where:
     def set(self, label: str, phase: str) -> None:
         """From now on it is this."""
         self.label, self.phase = label, phase
-        kind = next((kind for part, kind in _KINDS if part in label), "other")
-        traffic.set_kind(kind)
+        self.kind = next((kind for part, kind in _KINDS if part in label), "other")
+        traffic.set_kind(self.kind)
 
     def follow(self, chunk: GPTModel) -> None:
         """Follow a model chunk. Its layers are numbered from 1, as in the whole model."""
