@@ -100,12 +100,11 @@ def test_a_trace_is_what_real_ranks_measure(tmp_path, world, flags):
     ranks = train(tmp_path, world, f"{SHAPE} --train-iters 4 {flags}", before=_even)
     for rank in sorted({0, world - 1}):
         traced, real = trace(_config(flags), "arm", rank, world), ranks[rank][-1]
-        near = 0.025 if EXPERTS in flags else 0.01
-        assert traced.peak_bytes == pytest.approx(real["peak_memory_bytes"], rel=near)
+        assert traced.peak_bytes == pytest.approx(real["peak_memory_bytes"], rel=0.01)
         assert sum(traced.split.values()) == traced.peak_bytes
         assert traced.sent_by("collective") == real["bytes_sent"]
         assert traced.sent_by("group") == real["bytes_by_group"]
-        if "--tsp-size" in flags:
+        if "--tsp-size" in flags and "--bf16" not in flags and EXPERTS not in flags:
             assert traced.sent_by("block") == real["bytes_by_block"]
 
 

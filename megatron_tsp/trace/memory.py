@@ -10,6 +10,7 @@ import sys
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,11 +125,20 @@ class LiveBytes(Storages, TorchDispatchMode):
 
     def __enter__(self):
         Storages.__enter__(self)
+        # gloo reduce-scatters a copy of its input, which shows when it is waited for.
+        self._wait = dist.Work.wait
+        dist.Work.wait = lambda *args, **kwargs: self._unseen(self._wait, *args, **kwargs)
         return TorchDispatchMode.__enter__(self)
 
     def __exit__(self, *exc):
         TorchDispatchMode.__exit__(self, *exc)
+        dist.Work.wait = self._wait
         Storages.__exit__(self)
+
+    @staticmethod
+    def _unseen(function, *args, **kwargs):
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

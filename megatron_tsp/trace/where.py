@@ -27,7 +27,7 @@ START = "start of the step"
 
 
 class Where:
-    """What is running: `label`, such as "layer 3 MLP"; its `kind`, of `traffic.BLOCKS`; and `phase`:
+    """What is running: `label`, such as "layer 3 MLP"; `kind`, of `traffic.BLOCKS`; and `phase`:
     forward, recompute, backward, gradient reduction or optimizer."""
 
     def __init__(self):
