@@ -192,11 +192,18 @@ row is that of *none*. *Full* is `--recompute-method uniform --recompute-num-lay
 
 _TAIL = """## The paper's figures
 
-arXiv 2604.26294 reports, for a 7B at 128K on 8 MI300X: TSP 38.8 GiB (31.0 at 16K), TP 70.0 (31.5 at
-16K), TP+SP 85.0 (T = 4, Σ = 2) and 140.0 (T = 2, Σ = 4). Its "SP" is a context-parallel axis with
-replicated weights: what is called TP × CP above. Its states are about 24 bytes a parameter where
-Megatron's are 18, which alone is 6 GiB a rank more. It does not say what was recomputed, so no row
-above is "the same run".
+arXiv 2604.26294 reports, for a 7B on 8 MI300X, GiB a GPU:
+
+| | 16K | 128K |
+| --- | --- | --- |
+| TSP | 31.0 | 38.8 |
+| TP | 31.5 | 70.0 |
+| TP+SP, T = 4, Σ = 2 | | 85.0 |
+| TP+SP, T = 2, Σ = 4 | | 140.0 |
+
+Its "SP" is a context-parallel axis with replicated weights: what is called TP × CP above. Its states
+are about 24 bytes a parameter where Megatron's are 18, which alone is 6 GiB a rank more. It does
+not say what was recomputed, so no row above is "the same run".
 """
 
 
