@@ -223,6 +223,8 @@ def test_longest_is_the_last_that_fits():
         (["--set", "seq-lenght=64"], "no flag '--seq-lenght'; did you mean '--seq-length'?"),
         (["--set", "seq-length"], "--set seq-length: expected name=value"),
         (["--rank", "2"], "--rank 2: the job has ranks 0 to 1"),
+        (["--world-size", "0"], "--world-size 0: a job has at least 1 rank"),
+        (["--max-context", "4", "--reserve", "-1"], "--reserve -1: it is 0 GiB or more"),
         (["--reserve", "1"], "--reserve needs --max-context"),
         (["--max-context", "4"], "--max-context 4: the reserve takes 4 GiB of it"),
         (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),

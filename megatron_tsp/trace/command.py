@@ -72,6 +72,8 @@ def run_max_context(
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    if reserve < 0:
+        raise TSPError(f"--reserve {reserve:g}: it is 0 GiB or more")
     if room <= reserve:
         raise TSPError(
             f"--max-context {room:g}: the reserve takes {reserve:g} GiB of it (--reserve)"

@@ -91,7 +91,9 @@ def start(
     if not isinstance(config, Config):
         config = ab_config.read(config)
     made, notes = prepare(config, arm, settings or {})
-    world = world or made.ranks
+    world = made.ranks if world is None else world
+    if world < 1:
+        raise TSPError(f"--world-size {world}: a job has at least 1 rank")
     if not 0 <= rank < world:
         raise TSPError(f"{arm}: --rank {rank}: the job has ranks 0 to {world - 1}")
     ab_arms.check_flags(made)
