@@ -201,9 +201,9 @@ arXiv 2604.26294 reports, for a 7B on 8 MI300X, GiB a GPU:
 | TP+SP, T = 4, Σ = 2 | | 85.0 |
 | TP+SP, T = 2, Σ = 4 | | 140.0 |
 
-Its "SP" is a context-parallel axis with replicated weights: what is called TP × CP above. Its states
-are about 24 bytes a parameter where Megatron's are 18, which alone is 6 GiB a rank more. It does
-not say what was recomputed, so no row above is "the same run".
+Its "SP" is a context-parallel axis with replicated weights: what is called TP × CP above. Its
+states are about 24 bytes a parameter where Megatron's are 18, which alone is 6 GiB a rank more. It
+does not say what was recomputed, so no row above is "the same run".
 """
 
 
