@@ -157,13 +157,13 @@ def _buffers(schedule, breaking):
 
 
 #: Weights forward, nothing; weights and dW backward, the result.
-BUFFERS = {"ring": [2, 0, 4, 1], "broadcast": [2, 0, 5, 1], "gather": [4, 0, 13, 1]}
+BUFFERS = {"ring": [2, 0, 4, 1], "broadcast": [2, 0, 5, 1], "gather": [4, 0, 9, 1]}
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_a_walk_holds_two_slots_and_takes_them_along(schedule):
-    """Two for weights and two for dW; broadcast has a place for the own dW too, and gloo copies
-    what it reduces and scatters. The result of a ring is what lies in the last slot."""
+    """Two for weights and two for dW; broadcast has a place for the own dW too, and so has gather,
+    which holds all of both. The result of a ring is what lies in the last slot."""
     assert run(_buffers, 4, schedule, None) == [BUFFERS[schedule]] * 4
 
 
